@@ -1,0 +1,69 @@
+"""Every environment variable that Tessera reads, parsed strictly in one place."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+from tessera_cli.errors import UsageError
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The process's environment.
+
+    `home` is where converted models are cached; `no_progress` replaces the live display by plain lines.
+    """
+
+    home: Path
+    model: str | None
+    log_level: LogLevel
+    debug: bool
+    no_progress: bool
+    offline: bool
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> "Settings":
+        """Read `env` (the process's environment by default).
+
+        Raises:
+            UsageError: a variable has a value that means nothing.
+        """
+        env = os.environ if env is None else env
+        cache = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return cls(
+            home=Path(env.get("TESSERA_HOME") or cache / "tessera").expanduser(),
+            model=env.get("TESSERA_MODEL") or None,
+            log_level=_log_level(env),
+            debug=_flag(env, "TESSERA_DEBUG"),
+            no_progress=_flag(env, "TESSERA_NO_PROGRESS"),
+            offline=_flag(env, "HF_HUB_OFFLINE"),
+        )
+
+
+def prepare_process(*, offline: bool) -> None:
+    """Set what libraries read from the environment at their import; call before importing them."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    value = env.get(name, "").strip().lower()
+    if value in ("", "0", "false", "no", "off"):
+        return False
+    if value in ("1", "true", "yes", "on"):
+        return True
+    raise UsageError(f"{name}={env[name]!r} is not a flag", hint=f"set {name} to 1 or 0")
+
+
+def _log_level(env: Mapping[str, str]) -> LogLevel:
+    value = (env.get("TESSERA_LOG_LEVEL") or "warning").lower()
+    if value not in get_args(LogLevel):
+        raise UsageError(
+            f"TESSERA_LOG_LEVEL={value!r} is not a log level", hint="use " + ", ".join(get_args(LogLevel))
+        )
+    return cast(LogLevel, value)
