@@ -1,6 +1,7 @@
 """GGUF files, dequantised once into a plain model directory."""
 
 import shutil
+import struct
 import tempfile
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def convert_gguf(file: Path, target: Path) -> None:
                 file.parent, gguf_file=file.name, dtype=torch.float32
             )
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        except (ValueError, OSError, KeyError, IndexError, NotImplementedError) as error:
+        except (ValueError, OSError, LookupError, OverflowError, struct.error) as error:
             raise ModelError(f"{file} cannot be read as a GGUF model: {error}") from error
         config = source.config
         if hasattr(config, "quantization_config"):
