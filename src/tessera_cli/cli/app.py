@@ -1,0 +1,143 @@
+"""The `tessera` program: its commands, and the boundary where an error becomes a message and an exit code."""
+
+import errno
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from tessera_cli import __version__
+from tessera_cli.cli import distill
+from tessera_cli.cli.bench import bench
+from tessera_cli.cli.environment import env
+from tessera_cli.cli.generate import generate
+from tessera_cli.cli.output import Output
+from tessera_cli.errors import ExitCode, GateError, RunError, TesseraError, UsageError
+from tessera_cli.settings import Settings
+
+app = typer.Typer(
+    name="tessera",
+    help="Distil a large language model into a small one; run it in a paged, batched engine.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(distill.app, name="distill")
+app.command("generate")(generate)
+app.command("bench")(bench)
+app.command("env")(env)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tessera {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(ExitCode.USAGE)
+    level = Settings.from_env().log_level.upper()
+    logging.basicConfig(
+        stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s", force=True
+    )
+
+
+def main() -> NoReturn:
+    """Run the program on the process's arguments and exit."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; never raises for what a user can do wrong.
+
+    Returns:
+        The exit code, see `ExitCode`.
+    """
+    output = Output.of(json="--json" in arguments)
+    try:
+        code = app(args=list(arguments), prog_name="tessera", standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Nobody reads any more; what Python flushes at exit must go somewhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FAILED
+    except (KeyboardInterrupt, typer.Abort):
+        code = ExitCode.INTERRUPTED
+    except Exception as error:
+        if _wants_traceback(arguments):
+            traceback.print_exc()
+        return _report(_explain(error, arguments), output)
+    if code == ExitCode.INTERRUPTED:
+        return _report(_InterruptedError("interrupted"), output)
+    return code or ExitCode.SUCCESS
+
+
+class _InterruptedError(TesseraError):
+    exit_code = ExitCode.INTERRUPTED
+
+
+def _report(error: TesseraError, output: Output) -> int:
+    # A missed gate is told after the figures, which are the one JSON document on stdout.
+    (Output() if isinstance(error, GateError) else output).error(error)
+    return error.exit_code
+
+
+def _explain(error: Exception, arguments: Sequence[str]) -> TesseraError:
+    """The error as a user should read it."""
+    if isinstance(error, TesseraError):
+        return error
+    if isinstance(error, typer.TyperException):
+        message = error.format_message().strip().rstrip(".")
+        message = message[:1].lower() + message[1:]
+        command = " ".join(["tessera", *(a for a in arguments[:1] if not a.startswith("-"))])
+        known = {name for name in _command_names() if command == f"tessera {name}"}
+        return UsageError(message, hint=f"`{command if known else 'tessera'} --help` shows what there is")
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return RunError(f"no space left on the disk: {error.filename or 'output'}", hint="free some space")
+    if isinstance(error, MemoryError) or _is_torch_out_of_memory(error):
+        return RunError(
+            f"out of memory: {_first_line(error)}",
+            hint="lower `train.micro_batch_size` or `train.loss_chunk_tokens`, or `--kv-cache-memory`",
+        )
+    return TesseraError(
+        f"{type(error).__name__}: {_first_line(error)}",
+        hint="this is a bug in Tessera; TESSERA_DEBUG=1 shows the traceback",
+    )
+
+
+def _command_names() -> list[str]:
+    groups = [group.name for group in app.registered_groups if isinstance(group.name, str)]
+    return groups + [command.name for command in app.registered_commands if command.name is not None]
+
+
+def _is_torch_out_of_memory(error: Exception) -> bool:
+    # torch is imported only if the command got that far.
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or "no message").splitlines()[0]
+
+
+def _wants_traceback(arguments: Sequence[str]) -> bool:
+    if "--debug" in arguments:
+        return True
+    try:
+        return Settings.from_env().debug
+    except UsageError:
+        return False

@@ -1,0 +1,185 @@
+"""What `tessera distill` prints: a plan, a run, a list of runs, an evaluation; plain lines, 80 columns."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tessera_cli.cli.output import align, show
+
+if TYPE_CHECKING:
+    from tessera_cli.distill.plan import Plan
+    from tessera_cli.distill.run_status import RunStatus
+    from tessera_cli.recipe.loader import LoadedRecipe
+
+WIDTH = 80
+RUN_COLUMNS = ("run", "status", "step", "KL", "agreement", "student")
+
+# The figures of an evaluation, by their name in `Evaluated`, and how they are told.
+_FIGURES = {
+    "kl": ("KL(teacher‖student), nats", "{:.4f}"),
+    "top1_agreement": ("top-1 agreement", "{:.1%}"),
+    "acceptance": ("acceptance", "{:.1%}"),
+    "cross_entropy": ("cross-entropy, nats", "{:.4f}"),
+    "student_perplexity": ("perplexity", "{:.2f}"),
+    "teacher_perplexity": ("the teacher's perplexity", "{:.2f}"),
+    "num_tokens": ("tokens measured", "{:,}"),
+}
+
+
+def run_header(loaded: "LoadedRecipe", run_dir: Path) -> dict[str, str]:
+    """What the training view tells first."""
+    recipe = loaded.recipe
+    layers = recipe.student.layers
+    depth = len(layers) if isinstance(layers, list) else recipe.student.num_hidden_layers
+    return {
+        "run": str(run_dir),
+        "teacher": recipe.teacher.model,
+        "student": f"{depth} layers, {'listed' if isinstance(layers, list) else layers}",
+        "loss": f"{recipe.loss.kind} at temperature {recipe.loss.temperature:g}",
+    }
+
+
+def plan_lines(loaded: "LoadedRecipe", plan: "Plan") -> list[str]:
+    """The plan as a page: models, documents, steps, cost, and every value that is not the default."""
+    teacher, student = plan.teacher, plan.student
+    models = [
+        ("parameters", _count(teacher.num_parameters), _count(student.num_parameters)),
+        ("layers", str(teacher.num_hidden_layers), str(student.num_hidden_layers)),
+        ("GFLOP/token", f"{teacher.gflop_per_token:.3g}", f"{student.gflop_per_token:.3g}"),
+        ("KV cache/token", _size(teacher.kv_bytes_per_token), _size(student.kv_bytes_per_token)),
+    ]
+    layers = "the most important, chosen at the start" if plan.layers is None else _series(plan.layers)
+    memory = plan.memory
+    total_flop = plan.gflop_per_token * 1e9 * plan.num_tokens
+    facts = [
+        ("teacher", str(plan.teacher_path)),
+        ("layers kept", layers),
+        ("documents", f"{plan.num_documents:,} to train on, {plan.num_eval_documents:,} held out"),
+        ("too long", f"{plan.num_too_long:,} documents are skipped") if plan.num_too_long else None,
+        ("training", f"{plan.num_steps:,} steps, {plan.num_epochs:.3g} epochs"),
+        ("tokens", f"{plan.num_tokens:,}, of them {plan.num_supervised_tokens:,} supervised"),
+        ("compute", f"{plan.gflop_per_token:.3g} GFLOP/token, {total_flop:.2g} FLOP in all"),
+        (
+            "memory",
+            f"{_size(memory.total)} and activations: student {_size(memory.student)}, "
+            f"teacher {_size(memory.teacher)}, loss {_size(memory.loss)}",
+        ),
+    ]
+    lines = [f"{loaded.path} is a sound recipe for {plan.name!r}", ""]
+    lines += align(models, header=("", "teacher", "student"))
+    lines += ["", *_facts([fact for fact in facts if fact is not None])]
+    for note in plan.notes:
+        lines += ["", *textwrap.wrap(f"note: {note}", WIDTH, subsequent_indent="  ")]
+    return [*lines, "", *_origin_lines(loaded)]
+
+
+def run_lines(run: "RunStatus") -> list[str]:
+    """One run: its state, its figures, and where the student is."""
+    facts = [
+        ("run", str(run.path)),
+        ("status", run.status if run.error is None else f"{run.status}: {run.error}"),
+        ("step", f"{run.step:,}/{run.num_steps:,}"),
+    ]
+    lines = _facts(facts)
+    if run.metrics.get("latest"):
+        figures = {"start": run.metrics.get("start", {}), "student": run.metrics["latest"]}
+        lines += ["", *align(evaluation_rows(figures), header=("held out", "start", "student"))]
+    if run.export is not None:
+        lines += [
+            "",
+            "student  " + str(run.export),
+            "next     tessera generate " + str(run.export) + ' -p "Hello"',
+        ]
+    elif run.is_unfinished:
+        lines += ["", f"`tessera distill run RECIPE -o {run.path} --resume` continues it"]
+    return lines
+
+
+def run_row(run: "RunStatus") -> tuple[str, ...]:
+    """A line of the list of runs, for `RUN_COLUMNS`."""
+    latest = run.metrics.get("latest", {})
+    return (
+        str(run.path),
+        run.status,
+        f"{run.step:,}/{run.num_steps:,}",
+        _figure(latest, "kl"),
+        _figure(latest, "top1_agreement"),
+        "-" if run.export is None else run.export.name,
+    )
+
+
+def evaluation_rows(figures: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """The figures of the start and of the student, one row each."""
+    return [
+        (label, _figure(figures["start"], name), _figure(figures["student"], name))
+        for name, (label, _) in _FIGURES.items()
+    ]
+
+
+def missed_gates(
+    student: Mapping[str, Any], *, max_kl: float | None, min_agreement: float | None
+) -> list[str]:
+    """The bounds that the student misses, in words; a figure that is not a number misses its bound."""
+    missed = []
+    if max_kl is not None and not student["kl"] <= max_kl:
+        missed.append(f"KL is {student['kl']:.4f}, above {max_kl:g}")
+    if min_agreement is not None and not student["top1_agreement"] >= min_agreement:
+        missed.append(f"top-1 agreement is {student['top1_agreement']:.4f}, below {min_agreement:g}")
+    return missed
+
+
+def _origin_lines(loaded: "LoadedRecipe") -> list[str]:
+    values = loaded.recipe.model_dump()
+    rows = [
+        (key, show(_at(values, key)), str(origin))
+        for key, origin in loaded.origins.items()
+        if origin.source != "default"
+    ]
+    widths = max((len(row[0]) for row in rows), default=0)
+    limit = WIDTH - widths - len("  override") - 4
+    cut = [
+        (key, value if len(value) <= limit else "…" + value[-limit + 1 :], origin)
+        for key, value, origin in rows
+    ]
+    return align(cut, header=("set", "value", "by"))
+
+
+def _at(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        values = values[int(part)] if isinstance(values, list) else values[part]
+    return values
+
+
+def _facts(facts: Sequence[tuple[str, str]]) -> list[str]:
+    width = max(len(name) for name, _ in facts) + 2
+    lines: list[str] = []
+    for name, text in facts:
+        lines += textwrap.wrap(
+            text,
+            WIDTH,
+            initial_indent=f"{name:<{width}}",
+            subsequent_indent=" " * width,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return lines
+
+
+def _figure(figures: Mapping[str, Any], name: str) -> str:
+    return _FIGURES[name][1].format(figures[name]) if name in figures else "-"
+
+
+def _series(layers: Sequence[int]) -> str:
+    return ", ".join(str(layer) for layer in layers)
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 10**9 else f"{number / 1e6:.1f} M"
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {unit}"
+    return f"{num_bytes} B"

@@ -1,0 +1,83 @@
+"""From a model's name and the engine options to an `LLM`, telling the user what was chosen."""
+
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
+
+from tessera_cli.cli.output import Output
+from tessera_cli.settings import Settings, prepare_process
+
+if TYPE_CHECKING:
+    from tessera_cli.models.config import ModelConfig
+    from tessera_cli.serving.llm import LLM, EngineOptions
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run, and what "auto" came to: its dtype and device as torch names them."""
+
+    name: str
+    path: Path
+    config: "ModelConfig"
+    llm: "LLM"
+    dtype: str
+    device: str
+    attention_backend: str
+
+    def title(self, command: str) -> list[str]:
+        """What the live table says runs."""
+        return [f"tessera {command}", self.name, f"{self.device} {self.dtype}"]
+
+    def peak_memory_bytes(self) -> int:
+        """The most memory taken so far: of the device's allocator on CUDA, else of the process."""
+        import torch
+
+        if self.device.startswith("cuda"):
+            return torch.cuda.max_memory_allocated()
+        # ru_maxrss is in KiB on Linux, in bytes on macOS.
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def load_model(
+    name: str, settings: Settings, output: Output, *, offline: bool, **engine: Unpack["EngineOptions"]
+) -> LoadedModel:
+    """Resolve and load `name`; one line each on stderr for the model, the backend and the KV cache.
+
+    Raises:
+        ModelError: the model is missing, broken or of another architecture.
+        UsageError: an engine option means nothing.
+        CapacityError: the engine's sizes do not fit together.
+    """
+    offline = offline or settings.offline
+    prepare_process(offline=offline)
+    from tessera_cli.models.source import resolve_model
+
+    path = resolve_model(name, home=settings.home, offline=offline, notify=output.note)
+
+    from tessera_cli.engine.sizing import select_device
+    from tessera_cli.kernels.backend import select_backend
+    from tessera_cli.models.config import ModelConfig
+    from tessera_cli.models.loader import select_dtype
+    from tessera_cli.serving.llm import LLM
+
+    device = select_device(engine.get("device", "auto"))
+    config = ModelConfig.from_dir(path)
+    dtype = str(select_dtype(engine.get("dtype", "auto"), config.dtype, device)).removeprefix("torch.")
+    backend, reason = select_backend(engine.get("attention_backend", "auto"), device)
+    output.note(f"model     {path}, {config.num_parameters / 1e6:,.1f} M parameters, {dtype} on {device}")
+    output.note(f"attention {backend}: {reason}")
+    engine["device"], engine["dtype"] = device, dtype
+    llm = LLM(path, **engine)
+    output.note(f"KV cache  {llm.engine.capacity}")
+    for note in llm.engine.notes:
+        output.note(f"note: {note}")
+    return LoadedModel(short_name(name), path, config, llm, dtype, device, backend)
+
+
+def short_name(name: str) -> str:
+    """The last part of a model's name; of a run's export, the run."""
+    path = Path(name)
+    return path.parent.name if path.name == "export" and path.parent.name else path.name or name

@@ -1,0 +1,156 @@
+"""Options that several commands share: one spelling, one help text, one way of reading them."""
+
+import re
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tessera_cli.cli.output import Output
+from tessera_cli.errors import UsageError
+from tessera_cli.settings import Settings
+
+RUNS_DIR = Path("runs")
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKmMgGtT])(i?[bB])?|[bB])?")
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_size(text: str) -> int:
+    """Read a positive whole number with an optional suffix: ``4k``, ``1.5M``, ``2GiB``.
+
+    ``GiB``, ``G`` and ``k`` count in 1024, ``GB`` and ``KB`` in 1000 (IEC 80000-13).
+
+    Raises:
+        ValueError: the text is not a positive whole number in this notation.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write 4096, 4k, 512MiB or 2GiB")
+    number, letter, suffix = match.groups()
+    base = 1000 if (suffix or "").lower() == "b" else 1024
+    size = Decimal(number) * base ** _POWERS[(letter or "").lower()]
+    if size != int(size) or size < 1:
+        raise ValueError(f"{text!r} is not a positive whole number")
+    return int(size)
+
+
+def _size_option(text: str | int) -> int:
+    # Typer also gives a parser the option's default.
+    if isinstance(text, int):
+        return text
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A model directory, a hub id, a .gguf file or package:IMPORT_NAME/FILE.gguf. "
+        "Default: $TESSERA_MODEL, else the newest finished run under ./runs.",
+        show_default=False,
+    ),
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", "-m", metavar="MODEL", help="The same as MODEL.", show_default=False)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, also for errors.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Results and errors only.")]
+OfflineOption = Annotated[bool, typer.Option("--offline", help="Use no network, as HF_HUB_OFFLINE=1.")]
+DebugOption = Annotated[
+    bool, typer.Option("--debug", help="Show the traceback of an error, as TESSERA_DEBUG=1.")
+]
+LiveOption = Annotated[
+    bool | None,
+    typer.Option("--live/--no-live", help="Redraw in place. [default: on a terminal]", show_default=False),
+]
+DeviceOption = Annotated[
+    str,
+    typer.Option(metavar="auto|cpu|cuda", help="Where to compute."),
+]
+DtypeOption = Annotated[
+    str,
+    typer.Option(metavar="auto|float32|bfloat16|float16", help="The weights' type."),
+]
+MaxModelLenOption = Annotated[
+    int | None,
+    typer.Option(
+        parser=_size_option,
+        metavar="TOKENS",
+        help="Longest prompt and answer together. [default: the model's]",
+        show_default=False,
+    ),
+]
+BlockSizeOption = Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Tokens in a KV block.")]
+KvCacheMemoryOption = Annotated[
+    int,
+    typer.Option(
+        parser=_size_option,
+        metavar="SIZE",
+        help="Memory of the KV cache. [default: 1GiB]",
+        show_default=False,
+    ),
+]
+NumBlocksOption = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        metavar="N",
+        help="KV blocks, instead of --kv-cache-memory.",
+        show_default=False,
+    ),
+]
+MaxNumSeqsOption = Annotated[int, typer.Option(min=1, metavar="N", help="Most sequences in a step.")]
+MaxNumBatchedTokensOption = Annotated[
+    int,
+    typer.Option(
+        parser=_size_option,
+        metavar="TOKENS",
+        help="Most tokens in a step. [default: 2048]",
+        show_default=False,
+    ),
+]
+ChunkedPrefillOption = Annotated[
+    bool,
+    typer.Option(
+        "--enable-chunked-prefill/--no-enable-chunked-prefill",
+        help="Spread a long prompt over several steps.",
+    ),
+]
+AttentionBackendOption = Annotated[
+    str,
+    typer.Option(metavar="auto|reference", help="Attention kernel."),
+]
+
+
+def choose_model(argument: str | None, option: str | None, settings: Settings, output: Output) -> str:
+    """The model of a command: MODEL or --model, else $TESSERA_MODEL, else the newest finished run.
+
+    A choice that the command line does not show is told on stderr.
+
+    Raises:
+        UsageError: two different models are given, or there is none.
+    """
+    if argument is not None and option is not None and argument != option:
+        raise UsageError(f"two models: MODEL is {argument!r}, --model is {option!r}", hint="give one of them")
+    given = argument if argument is not None else option
+    if given is not None:
+        return given
+    if settings.model is not None:
+        output.note(f"using $TESSERA_MODEL {settings.model}")
+        return settings.model
+    from tessera_cli.distill.run_status import list_runs
+
+    finished = [run for run in list_runs(RUNS_DIR) if run.status == "finished" and run.export is not None]
+    if not finished:
+        raise UsageError(
+            "no model: none is given, $TESSERA_MODEL is not set and ./runs has no finished run",
+            hint="name one (`--model PATH`), or `tessera distill init` to make one",
+        )
+    student = str(max(finished, key=lambda run: run.created).export)
+    output.note(f"using student {student}")
+    return student

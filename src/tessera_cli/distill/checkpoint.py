@@ -1,0 +1,196 @@
+"""Checkpoints that are whole or not there, and that a run resumes from bit by bit.
+
+A checkpoint is a directory `step-000100` with the student's weights, AdamW's state and `state.json`. It is
+written under another name, flushed to the disk and renamed, so a directory of that name is complete.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tessera_cli.errors import RunError, UsageError
+
+STUDENT_FILE = "student.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+STATE_FILE = "state.json"
+
+_NAME = re.compile(r"step-(\d{6,})")
+_UNFINISHED = ".unfinished-"
+_REMOVED = ".removed-"
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """All that the next step depends on, apart from the data.
+
+    `student` maps parameter names to float32 weights, `optimizer` "parameter name/key" to AdamW's tensors;
+    `tokens` and `supervised_tokens` are counted since the start of the run.
+    """
+
+    step: int
+    tokens: int
+    supervised_tokens: int
+    student: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+class _Manifest(BaseModel):
+    """What `state.json` holds; `file_bytes` tells a damaged copy from a checkpoint."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    format: Literal["tessera-checkpoint-1"] = "tessera-checkpoint-1"
+    step: NonNegativeInt
+    tokens: NonNegativeInt
+    supervised_tokens: NonNegativeInt
+    fingerprints: dict[str, str]
+    file_bytes: dict[str, NonNegativeInt]
+
+
+def save_checkpoint(
+    directory: Path, state: TrainerState, *, fingerprints: Mapping[str, str], keep: int
+) -> Path:
+    """Write `directory/step-NNNNNN`, then remove all but the newest `keep` checkpoints.
+
+    Args:
+        directory: the run's checkpoints; only one process writes to it.
+        state: what to save.
+        fingerprints: name -> hash of what a resumed run must share, such as recipe, data and teacher.
+        keep: checkpoints to keep, at least 1.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        RunError: it could not be written; nothing of it stays.
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, got {keep}")
+    target = directory / f"step-{state.step:06d}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(directory)
+        unfinished = directory / f"{_UNFINISHED}{target.name}"
+        try:
+            _write(unfinished, state, fingerprints)
+            if target.exists():  # damaged, or saved before the run was resumed from an older one
+                _remove(target)
+            unfinished.rename(target)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        _sync(directory)
+        for old in _checkpoints(directory)[:-keep]:
+            _remove(old)
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"checkpoint {target} could not be written: {error}",
+            hint="make room on the disk and resume from the checkpoint before, or lower checkpoint.keep",
+        ) from error
+    return target
+
+
+def latest_checkpoint(directory: Path) -> Path | None:
+    """The newest complete checkpoint in `directory`, or None; anything damaged or foreign is passed over."""
+    checkpoints = _checkpoints(directory)
+    return checkpoints[-1] if checkpoints else None
+
+
+def load_checkpoint(path: Path, *, fingerprints: Mapping[str, str]) -> TrainerState:
+    """Read a checkpoint, on the CPU.
+
+    Raises:
+        UsageError: it is not a complete checkpoint, or it belongs to a run of other `fingerprints`.
+    """
+    manifest = _read_manifest(path)
+    if manifest is None:
+        raise UsageError(
+            f"{path} is not a complete checkpoint", hint="resume from another one, or start anew"
+        )
+    saved = manifest.fingerprints
+    changed = sorted(
+        name for name in saved.keys() | fingerprints.keys() if saved.get(name) != fingerprints.get(name)
+    )
+    if changed:
+        raise UsageError(
+            f"{path} can not be resumed: {', '.join(changed)} changed since it was written",
+            hint="undo the change, or start a new run",
+        )
+    try:
+        student, optimizer = load_file(path / STUDENT_FILE), load_file(path / OPTIMIZER_FILE)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(
+            f"{path} can not be read: {error}", hint="resume from another one, or start anew"
+        ) from error
+    return TrainerState(manifest.step, manifest.tokens, manifest.supervised_tokens, student, optimizer)
+
+
+def _write(path: Path, state: TrainerState, fingerprints: Mapping[str, str]) -> None:
+    path.mkdir()
+    tensors = {STUDENT_FILE: state.student, OPTIMIZER_FILE: state.optimizer}
+    for name, content in tensors.items():
+        save_file({key: tensor.detach().contiguous() for key, tensor in content.items()}, path / name)
+        _sync(path / name)
+    manifest = _Manifest(
+        step=state.step,
+        tokens=state.tokens,
+        supervised_tokens=state.supervised_tokens,
+        fingerprints=dict(fingerprints),
+        file_bytes={name: (path / name).stat().st_size for name in tensors},
+    )
+    (path / STATE_FILE).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    _sync(path / STATE_FILE)
+    _sync(path)
+
+
+def _read_manifest(path: Path) -> _Manifest | None:
+    """The manifest of the complete checkpoint at `path`; None if it is anything else."""
+    name = _NAME.fullmatch(path.name)
+    if name is None or not (path / STATE_FILE).is_file():
+        return None
+    try:
+        manifest = _Manifest.model_validate_json((path / STATE_FILE).read_bytes())
+    except ValidationError:
+        return None
+    files = {file: path / file for file in (STUDENT_FILE, OPTIMIZER_FILE)}
+    sizes = {file: where.stat().st_size for file, where in files.items() if where.is_file()}
+    whole = manifest.step == int(name[1]) and manifest.file_bytes == sizes
+    return manifest if whole else None
+
+
+def _checkpoints(directory: Path) -> list[Path]:
+    """The complete checkpoints of `directory`, oldest first."""
+    if not directory.is_dir():
+        return []
+    found = [(manifest.step, path) for path in directory.iterdir() if (manifest := _read_manifest(path))]
+    return [path for _, path in sorted(found)]
+
+
+def _remove(checkpoint: Path) -> None:
+    # Renamed first: a removal that is cut short must not leave something that looks like a checkpoint.
+    doomed = checkpoint.rename(checkpoint.with_name(f"{_REMOVED}{checkpoint.name}"))
+    shutil.rmtree(doomed)
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Clear what a process that was killed left behind."""
+    for prefix in (_UNFINISHED, _REMOVED):
+        for path in directory.glob(f"{prefix}*"):
+            shutil.rmtree(path)
+
+
+def _sync(path: Path) -> None:
+    """Flush a file, or a directory's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,128 @@
+"""All that a recipe names, found, read and checked: where planning and running both start; no torch."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tessera_cli.distill.data import Corpus, load_corpus
+from tessera_cli.distill.layer_choice import check_depth, even_layers, listed_layers
+from tessera_cli.distill.packing import StepPlan
+from tessera_cli.errors import ModelError, UsageError
+from tessera_cli.models.config import ModelConfig
+from tessera_cli.models.source import resolve_model
+from tessera_cli.models.tokenizer import Tokenizer
+from tessera_cli.recipe.loader import dump_recipe
+from tessera_cli.recipe.schema import DataSource, Recipe, StudentSection
+
+
+@dataclass(frozen=True, eq=False)
+class Teacher:
+    """A teacher's directory and what is known of it without its weights."""
+
+    path: Path
+    config: ModelConfig
+    tokenizer: Tokenizer
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the configuration and the weight files."""
+        digest = hashlib.sha256()
+        for file in sorted([self.path / "config.json", *self.path.glob("*.safetensors")]):
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class RunInputs:
+    """A recipe with its teacher, its documents and every step; `layers` is None where importance decides."""
+
+    recipe: Recipe
+    teacher: Teacher
+    train: Corpus
+    eval: Corpus
+    steps: StepPlan
+    layers: tuple[int, ...] | None
+
+    @property
+    def student_config(self) -> ModelConfig:
+        return replace(self.teacher.config, num_hidden_layers=student_depth(self.recipe.student))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of the documents."""
+        return (*self.train.notes("data.train"), *self.eval.notes("data.eval"))
+
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of all that decides the weights: a resumed run must find the same."""
+        return {
+            "recipe": hashlib.sha256(dump_recipe(self.recipe).encode()).hexdigest(),
+            "teacher": self.teacher.fingerprint(),
+            "tokenizer": self.teacher.tokenizer.fingerprint(),
+            "data.train": self.train.fingerprint(),
+            "data.eval": self.eval.fingerprint(),
+        }
+
+
+def read_inputs(recipe: Recipe, *, home: Path, offline: bool) -> RunInputs:
+    """Resolve the teacher, read and tokenise the documents, and lay out every step.
+
+    Raises:
+        ModelError: no such teacher, or a tokenizer with more ids than the model.
+        DataError: documents that cannot be read, or none to learn from.
+        UsageError: a student or rows that do not fit this teacher.
+    """
+    teacher = find_teacher(recipe, home=home, offline=offline)
+    layers = _layers(recipe.student, teacher.config.num_hidden_layers)
+    train = read_split(recipe, recipe.data.train, teacher.tokenizer, home=home)
+    held_out = read_split(recipe, recipe.data.eval, teacher.tokenizer, home=home)
+    steps = StepPlan.of(
+        [len(document.token_ids) for document in train.documents],
+        [document.num_supervised_tokens for document in train.documents],
+        data=recipe.data,
+        train=recipe.train,
+        seed=recipe.seed,
+    )
+    return RunInputs(recipe, teacher, train, held_out, steps, layers)
+
+
+def find_teacher(recipe: Recipe, *, home: Path, offline: bool) -> Teacher:
+    """The recipe's teacher, with errors as `read_inputs`."""
+    path = resolve_model(recipe.teacher.model, home=home, offline=offline)
+    teacher = Teacher(path, ModelConfig.from_dir(path), Tokenizer.from_dir(path))
+    num_ids, num_rows = teacher.tokenizer.vocab_size, teacher.config.vocab_size
+    if num_ids > num_rows:
+        raise ModelError(f"the tokenizer of {path} has {num_ids} ids, its model only {num_rows}")
+    positions = teacher.config.max_position_embeddings
+    if recipe.data.max_seq_len > positions:
+        raise UsageError(
+            f"data.max_seq_len is {recipe.data.max_seq_len}, but the teacher has {positions} positions",
+            hint=f"lower `data.max_seq_len` to {positions}",
+        )
+    return teacher
+
+
+def read_split(recipe: Recipe, sources: Sequence[DataSource], tokenizer: Tokenizer, *, home: Path) -> Corpus:
+    """The documents of `sources`, as the recipe wants them."""
+    return load_corpus(
+        sources, tokenizer, max_seq_len=recipe.data.max_seq_len, train_on=recipe.data.train_on, home=home
+    )
+
+
+def student_depth(student: StudentSection) -> int:
+    """How many layers the student has."""
+    if isinstance(student.layers, list):
+        return len(student.layers)
+    if student.num_hidden_layers is None:
+        raise ValueError("a checked recipe has num_hidden_layers")
+    return student.num_hidden_layers
+
+
+def _layers(student: StudentSection, num_teacher_layers: int) -> tuple[int, ...] | None:
+    if isinstance(student.layers, list):
+        return tuple(listed_layers(num_teacher_layers, student.layers))
+    depth = student_depth(student)
+    if student.layers == "even":
+        return tuple(even_layers(num_teacher_layers, depth))
+    check_depth(num_teacher_layers, depth)
+    return None

@@ -1,0 +1,219 @@
+"""Divergences between teacher and student, and the loss that never holds all logits at once.
+
+p is the teacher's distribution, q the student's, both softmax(logits / T); logarithms are natural. Everything
+is computed from float32 log-probabilities and nothing is clamped: a negative value would be a defect to see.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear, nll_loss
+
+from tessera_cli.recipe.schema import LossSection
+
+Divergence = Callable[[Tensor, Tensor], Tensor]
+
+
+def forward_kl(teacher: Tensor, student: Tensor) -> Tensor:
+    """KL(p ‖ q) = Σ p (log p − log q): log-probabilities `[n, vocab]`, twice -> nats `[n]`."""
+    return _kl(teacher, student)
+
+
+def reverse_kl(teacher: Tensor, student: Tensor) -> Tensor:
+    """KL(q ‖ p), as in MiniLLM (arXiv 2306.08543). Shapes of `forward_kl`."""
+    return _kl(student, teacher)
+
+
+def jsd(teacher: Tensor, student: Tensor, *, mixture_weight: float) -> Tensor:
+    """w KL(p ‖ m) + (1 − w) KL(q ‖ m), m = w p + (1 − w) q: the generalised JSD of GKD (arXiv 2306.13649).
+
+    Shapes of `forward_kl`.
+
+    Raises:
+        ValueError: `mixture_weight` is not between 0 and 1, at which the formula vanishes.
+    """
+    mixture = _log_mixture(teacher, student, mixture_weight)
+    return mixture_weight * _kl(teacher, mixture) + (1 - mixture_weight) * _kl(student, mixture)
+
+
+def skew_kl(teacher: Tensor, student: Tensor, *, mixture_weight: float) -> Tensor:
+    """KL(p ‖ w p + (1 − w) q), as in DistiLLM (arXiv 2402.03898). Shapes and errors of `jsd`."""
+    return _kl(teacher, _log_mixture(teacher, student, mixture_weight))
+
+
+def skew_reverse_kl(teacher: Tensor, student: Tensor, *, mixture_weight: float) -> Tensor:
+    """KL(q ‖ w p + (1 − w) q); DistiLLM's λ is the student's share, 1 − w. Shapes and errors of `jsd`."""
+    return _kl(student, _log_mixture(teacher, student, mixture_weight))
+
+
+def tvd(teacher: Tensor, student: Tensor) -> Tensor:
+    """Total variation ½ Σ |p − q| = 1 − Σ min(p, q). Shapes of `forward_kl`."""
+    return 0.5 * (teacher.exp() - student.exp()).abs().sum(-1)
+
+
+def divergence(loss: LossSection) -> Divergence:
+    """The divergence that a recipe asks for, as a function of teacher and student log-probabilities."""
+    if loss.mixture_weight is None:
+        return {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "tvd": tvd}[loss.kind]
+    mixed = {"jsd": jsd, "skew_kl": skew_kl, "skew_reverse_kl": skew_reverse_kl}
+    return partial(mixed[loss.kind], mixture_weight=loss.mixture_weight)
+
+
+def _kl(a: Tensor, b: Tensor) -> Tensor:
+    # 0 log 0 = 0, also where both are -inf: the difference is replaced before it can make a NaN gradient.
+    probabilities = a.exp()
+    return (probabilities * (a - b).masked_fill(probabilities == 0, 0.0)).sum(-1)
+
+
+def _log_mixture(teacher: Tensor, student: Tensor, weight: float) -> Tensor:
+    if not 0 < weight < 1:
+        raise ValueError(f"mixture_weight must be between 0 and 1, got {weight}")
+    absent = torch.isneginf(teacher) & torch.isneginf(student)
+    teacher, student = teacher.masked_fill(absent, 0.0), student.masked_fill(absent, 0.0)
+    mixture = torch.logaddexp(teacher + math.log(weight), student + math.log1p(-weight))
+    return mixture.masked_fill(absent, -math.inf)
+
+
+class DistillationSums(NamedTuple):
+    """Sums over supervised tokens, float32 scalars; divide by the token count of the whole step.
+
+    `loss` = kd_weight · T² · `kd` + ce_weight · `ce` carries the gradient. `kd` is the divergence at T
+    without the factor T², `ce` the cross-entropy at T = 1 (0 where its weight is 0: it is not computed then).
+    """
+
+    loss: Tensor
+    kd: Tensor
+    ce: Tensor
+
+
+def chunked_distillation_loss(
+    student_hidden: Tensor,
+    student_head: Tensor,
+    teacher_hidden: Tensor,
+    teacher_head: Tensor,
+    target_ids: Tensor,
+    *,
+    loss: LossSection,
+    chunk_tokens: int,
+) -> DistillationSums:
+    """The recipe's loss over supervised tokens, `chunk_tokens` of them at a time.
+
+    Logits are projected in float32 and exist for one chunk only. The gradients of `student_hidden` and
+    `student_head` are computed beside the loss, so that the backward pass only scales them.
+
+    Args:
+        student_hidden: [m, hidden], of the supervised positions.
+        student_head: [vocab, hidden].
+        teacher_hidden: [m, teacher_hidden], of the same positions; constant.
+        teacher_head: [vocab, teacher_hidden]; constant.
+        target_ids: int64 [m], the token that follows each position.
+        loss: kind, temperature and weights.
+        chunk_tokens: supervised tokens in a chunk.
+
+    Raises:
+        ValueError: the shapes disagree.
+    """
+    if not student_hidden.shape[0] == teacher_hidden.shape[0] == target_ids.shape[0]:
+        raise ValueError("student, teacher and targets must cover the same positions")
+    if student_head.shape[0] != teacher_head.shape[0]:
+        raise ValueError(f"vocabularies differ: {student_head.shape[0]} and {teacher_head.shape[0]}")
+    chunk_loss = _closed_form_forward_kl if loss.kind == "forward_kl" else _by_autograd
+    hidden, head = student_hidden.float(), student_head.float()
+    with torch.autocast(hidden.device.type, enabled=False):
+        return DistillationSums(
+            *_ChunkedLoss.apply(
+                hidden,
+                head,
+                teacher_hidden.float(),
+                teacher_head.float(),
+                target_ids,
+                partial(chunk_loss, loss=loss),
+                chunk_tokens,
+            )
+        )
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        teacher_hidden: Tensor,
+        teacher_head: Tensor,
+        target_ids: Tensor,
+        chunk_loss: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]],
+        chunk_tokens: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sums = torch.zeros(3, device=hidden.device)
+        hidden_grad, head_grad = torch.zeros_like(hidden), torch.zeros_like(head)
+        for start in range(0, hidden.shape[0], chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            logits = linear(hidden[chunk], head)
+            teacher_logits = linear(teacher_hidden[chunk], teacher_head)
+            *terms, logits_grad = chunk_loss(logits, teacher_logits, target_ids[chunk])
+            sums += torch.stack(terms)
+            torch.mm(logits_grad, head, out=hidden_grad[chunk])
+            head_grad.addmm_(logits_grad.t(), hidden[chunk])
+        ctx.save_for_backward(hidden_grad, head_grad)
+        total, kd, ce = sums.unbind()
+        ctx.mark_non_differentiable(kd, ce)
+        return total, kd, ce
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_grad, head_grad = ctx.saved_tensors
+        return grad_output * hidden_grad, grad_output * head_grad, *[None] * 5
+
+
+def _by_autograd(
+    logits: Tensor, teacher_logits: Tensor, target_ids: Tensor, *, loss: LossSection
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Summed loss, divergence, cross-entropy and the gradient of the first in `logits` [n, vocab]."""
+    temperature = loss.temperature
+    with torch.enable_grad():
+        logits = logits.detach().requires_grad_()
+        teacher = torch.log_softmax(teacher_logits / temperature, -1)
+        kd = divergence(loss)(teacher, torch.log_softmax(logits / temperature, -1)).sum()
+        ce = _cross_entropy(torch.log_softmax(logits, -1), target_ids) if loss.ce_weight else kd.new_zeros(())
+        total = loss.kd_weight * temperature**2 * kd + loss.ce_weight * ce
+        (grad,) = torch.autograd.grad(total, logits)
+    return total.detach(), kd.detach(), ce.detach(), grad
+
+
+def _closed_form_forward_kl(
+    logits: Tensor, teacher_logits: Tensor, target_ids: Tensor, *, loss: LossSection
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `_by_autograd` gives, from ∂ T² KL(p ‖ q) / ∂ logits = T (q − p), in few passes and buffers.
+
+    Both logits are finite here, so no term of the sum can be 0 · inf. Overwrites `teacher_logits`.
+    """
+    temperature = loss.temperature
+    if temperature != 1:
+        teacher_logits.div_(temperature)
+    teacher = torch.log_softmax(teacher_logits, -1)
+    student = torch.log_softmax(logits / temperature if temperature != 1 else logits, -1)
+    p = torch.exp(teacher, out=teacher_logits)
+    kd = torch.linalg.vecdot(p, teacher.sub_(student)).sum()
+    total = loss.kd_weight * temperature**2 * kd
+    ce = kd.new_zeros(())
+    if loss.ce_weight:
+        plain = student if temperature == 1 else torch.log_softmax(logits, -1)
+        ce = _cross_entropy(plain, target_ids)
+        ce_grad = torch.exp(plain, out=logits)
+        ce_grad[torch.arange(len(target_ids), device=logits.device), target_ids] -= 1
+        total = total + loss.ce_weight * ce
+    grad = student.exp_().sub_(p).mul_(loss.kd_weight * temperature)
+    if loss.ce_weight:
+        grad.add_(ce_grad, alpha=loss.ce_weight)
+    return total, kd, ce, grad
+
+
+def _cross_entropy(log_probabilities: Tensor, target_ids: Tensor) -> Tensor:
+    return nll_loss(log_probabilities, target_ids, reduction="sum")

@@ -1,0 +1,121 @@
+"""What a recipe comes to, told before any weight is loaded."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tessera_cli.distill.inputs import read_inputs
+from tessera_cli.models.config import ModelConfig
+from tessera_cli.recipe.loader import LoadedRecipe
+from tessera_cli.recipe.schema import Recipe
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class ModelFigures:
+    """One model of the plan; sizes in bytes, `gflop_per_token` of a forward pass, attention not counted."""
+
+    num_parameters: int
+    num_hidden_layers: int
+    gflop_per_token: float
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes that training needs besides activations.
+
+    `student` is float32 weights, gradients and both AdamW moments (16 bytes a parameter); `loss` the logits
+    of one chunk, of both models and in float32, with the buffers of the same size that the loss works in.
+    """
+
+    teacher: int
+    student: int
+    loss: int
+
+    @property
+    def total(self) -> int:
+        return self.teacher + self.student + self.loss
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run before it runs.
+
+    `layers` are the teacher's layers that the student starts with, None where their importance decides at
+    the start of the run. `gflop_per_token` is a training step's: 6 FLOP per multiplied parameter of the
+    student, 2 of the teacher. `notes` say what is left out.
+    """
+
+    name: str
+    teacher_path: Path
+    teacher: ModelFigures
+    student: ModelFigures
+    layers: tuple[int, ...] | None
+    num_documents: int
+    num_eval_documents: int
+    num_too_long: int
+    num_steps: int
+    num_tokens: int
+    num_supervised_tokens: int
+    num_epochs: float
+    gflop_per_token: float
+    memory: MemoryEstimate
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values under the same names, for JSON."""
+        values = asdict(self) | {"teacher_path": str(self.teacher_path)}
+        values["memory"]["total"] = self.memory.total
+        return values
+
+
+def plan_recipe(recipe: LoadedRecipe, *, home: Path, offline: bool) -> Plan:
+    """Find the teacher, tokenise the documents and count; no weights and no torch.
+
+    Raises:
+        UsageError: whatever would stop the run before its first step.
+    """
+    inputs = read_inputs(recipe.recipe, home=home, offline=offline)
+    teacher, student = inputs.teacher.config, inputs.student_config
+    return Plan(
+        name=inputs.recipe.name,
+        teacher_path=inputs.teacher.path,
+        teacher=_figures(teacher),
+        student=_figures(student),
+        layers=inputs.layers,
+        num_documents=len(inputs.train.documents),
+        num_eval_documents=len(inputs.eval.documents),
+        num_too_long=inputs.train.num_too_long + inputs.eval.num_too_long,
+        num_steps=inputs.steps.num_steps,
+        num_tokens=inputs.steps.num_tokens,
+        num_supervised_tokens=inputs.steps.num_supervised_tokens,
+        num_epochs=inputs.steps.num_epochs,
+        gflop_per_token=(3 * student.flops_per_token() + teacher.flops_per_token()) / 1e9,
+        memory=_memory(inputs.recipe, teacher, student),
+        notes=inputs.notes,
+    )
+
+
+def _figures(config: ModelConfig) -> ModelFigures:
+    return ModelFigures(
+        num_parameters=config.num_parameters,
+        num_hidden_layers=config.num_hidden_layers,
+        gflop_per_token=config.flops_per_token() / 1e9,
+        kv_bytes_per_token=config.kv_bytes_per_token(_BYTES[config.dtype]),
+    )
+
+
+def _memory(recipe: Recipe, teacher: ModelConfig, student: ModelConfig) -> MemoryEstimate:
+    # The loss holds logits and log-probabilities of teacher and student, 4 bytes each, and the head's
+    # gradient.
+    chunk = 4 * 4 * recipe.train.loss_chunk_tokens * student.vocab_size
+    head_gradient = 4 * student.vocab_size * student.hidden_size
+    # "auto" is float32 on a CPU: the larger of what it can come to.
+    teacher_bytes = 4 if recipe.teacher.dtype == "auto" else _BYTES[recipe.teacher.dtype]
+    return MemoryEstimate(
+        teacher=teacher_bytes * teacher.num_parameters,
+        student=16 * student.num_parameters,
+        loss=chunk + head_gradient,
+    )

@@ -1,0 +1,229 @@
+"""A run's directory: what is in it, how it is claimed, and what state the run is in.
+
+recipe.yaml     the recipe with every default, origins.json where each value came from
+run.json        status, step and figures; replaced as a whole
+metrics.jsonl   one line for every optimiser step and evaluation
+checkpoints/    to resume from
+export/         the student, as a model directory
+report.md       what came out, with curve.png
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tessera_cli.distill.events import Evaluated, TrainStep
+from tessera_cli.distill.run_status import RunStatus, read_run
+from tessera_cli.errors import RunError, UsageError
+from tessera_cli.recipe.loader import LoadedRecipe, dump_recipe, load_recipe
+from tessera_cli.recipe.schema import Recipe
+
+
+def check_available(path: Path, *, overwrite: bool) -> None:
+    """See that a new run may claim `path`.
+
+    Raises:
+        UsageError: it is a file, is not empty, or, to be overwritten, does not hold a run or holds a running
+        one.
+    """
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is not a directory")
+    if not path.exists() or not any(path.iterdir()):
+        return
+    if not overwrite:
+        raise UsageError(
+            f"{path} is not empty", hint="continue with --resume, or replace it with --overwrite"
+        )
+    # Only what is known to be a run is ever deleted.
+    if read_run(path).status == "running":
+        raise UsageError(f"{path} is being run by another process", hint="choose another --output-dir")
+
+
+class RunDirectory:
+    """The directory of a run by this process; every file in it is replaced as a whole or only grows."""
+
+    def __init__(self, status: RunStatus, recipe: Recipe) -> None:
+        self.status = status
+        self.recipe = recipe
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        recipe: LoadedRecipe,
+        *,
+        num_steps: int,
+        fingerprints: dict[str, str],
+        overwrite: bool,
+    ) -> "RunDirectory":
+        """Claim `path` for a new run.
+
+        Raises:
+            UsageError: as `check_available`.
+        """
+        check_available(path, overwrite=overwrite)
+        if path.exists():
+            shutil.rmtree(path)
+        path.mkdir(parents=True)
+        write_text(path / "recipe.yaml", dump_recipe(recipe.recipe))
+        origins = {key: str(origin) for key, origin in recipe.origins.items()}
+        write_text(path / "origins.json", json.dumps(origins, indent=2) + "\n")
+        status = RunStatus(
+            name=recipe.recipe.name,
+            path=path,
+            status="running",
+            step=0,
+            num_steps=num_steps,
+            created=datetime.now(UTC).isoformat(timespec="microseconds"),
+            layers=None,
+            fingerprints=fingerprints,
+            metrics={},
+            export=None,
+            error=None,
+            process=_this_process(),
+        )
+        run = cls(status, recipe.recipe)
+        run.update()
+        return run
+
+    @classmethod
+    def reopen(cls, path: Path, recipe: LoadedRecipe, *, fingerprints: dict[str, str]) -> "RunDirectory":
+        """Claim the unfinished run in `path` to continue it.
+
+        Raises:
+            UsageError: nothing to resume, or something changed since the run began.
+        """
+        check_resumable(path, recipe.recipe)
+        status = read_run(path)
+        changed = _differences(status.fingerprints, fingerprints)
+        if changed:
+            raise UsageError(
+                f"{path} cannot be resumed: changed since it began: {', '.join(changed)}",
+                hint="restore what changed, or start anew with --overwrite or another --output-dir",
+            )
+        run = cls(status, recipe.recipe)
+        run.update(status="running", error=None, process=_this_process())
+        return run
+
+    @property
+    def path(self) -> Path:
+        return self.status.path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    def update(self, **changes: Any) -> None:
+        """Change fields of the status and replace run.json."""
+        self.status = replace(self.status, **changes)
+        values = self.status.as_dict()
+        values["export"] = None if self.status.export is None else self.status.export.name
+        write_text(self.path / "run.json", json.dumps(values, indent=2) + "\n")
+
+    def record(self, event: TrainStep | Evaluated) -> None:
+        """Add a line to metrics.jsonl and bring run.json up to date."""
+        kind = "train" if isinstance(event, TrainStep) else "eval"
+        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"kind": kind, **asdict(event)}) + "\n")
+        name = _metric_name(kind, event.step)
+        self.update(step=event.step, metrics=self.status.metrics | {name: asdict(event)})
+
+    def metrics(self) -> tuple[list[TrainStep], list[Evaluated]]:
+        """All optimiser steps and evaluations so far."""
+        steps, evaluations = [], []
+        for record in self._metric_records():
+            if record["kind"] == "train":
+                steps.append(TrainStep(**_without_kind(record)))
+            else:
+                evaluations.append(Evaluated(**_without_kind(record)))
+        return steps, evaluations
+
+    def rewind(self, step: int) -> None:
+        """Forget the metrics of steps after `step`, which a resumed run makes again."""
+        kept = [record for record in self._metric_records() if record["step"] <= step]
+        metrics = {_metric_name(record["kind"], record["step"]): _without_kind(record) for record in kept}
+        write_text(self.path / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
+        self.update(step=step, metrics=metrics)
+
+    def _metric_records(self) -> list[dict[str, Any]]:
+        file = self.path / "metrics.jsonl"
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+        # A line without its end was cut off when the process died.
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def check_resumable(path: Path, recipe: Recipe) -> None:
+    """See that `path` holds an unfinished run of exactly this recipe.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if not (path / "run.json").is_file():
+        raise UsageError(f"nothing to resume in {path}", hint="start the run without --resume")
+    status = read_run(path)
+    if not status.is_unfinished:
+        how = "finished" if status.status == "finished" else "being run by another process"
+        raise UsageError(f"nothing to resume: {path} is {how}", hint="choose another --output-dir")
+    before = load_recipe(path / "recipe.yaml").recipe
+    changed = _differences(_flatten(before.model_dump()), _flatten(recipe.model_dump()))
+    if changed:
+        raise UsageError(
+            f"{path} cannot be resumed: the recipe changed in {', '.join(changed)}",
+            hint=f"its own recipe is {path / 'recipe.yaml'}; a changed one needs a new --output-dir",
+        )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` as a whole.
+
+    Raises:
+        RunError: the file system refuses, for instance for lack of space.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunError(
+            f"cannot write {path}: {error.strerror}", hint="free space, then use --resume"
+        ) from error
+
+
+def _metric_name(kind: str, step: int) -> str:
+    """The key of `RunStatus.metrics` that a line of metrics.jsonl brings up to date."""
+    return "train" if kind == "train" else "latest" if step else "start"
+
+
+def _without_kind(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key != "kind"}
+
+
+def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    keys = before.keys() | after.keys()
+    return sorted(key for key in keys if before.get(key) != after.get(key))
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, child in value.items():
+        flat |= _flatten(child, f"{prefix}.{key}" if prefix else key)
+    return flat
+
+
+def _this_process() -> tuple[int, float]:
+    process = psutil.Process()
+    return process.pid, process.create_time()

@@ -1,0 +1,274 @@
+"""The optimiser steps of a run: teacher forward, student forward and loss, backward, AdamW."""
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from torch import Tensor, nn
+
+from tessera_cli.distill.checkpoint import TrainerState
+from tessera_cli.distill.events import Listener, Note, TrainStep
+from tessera_cli.distill.losses import DistillationSums, chunked_distillation_loss
+from tessera_cli.distill.optimizer import adamw, learning_rate
+from tessera_cli.errors import ModelError, RunError, UsageError
+from tessera_cli.kernels.packed import PackedAttention
+from tessera_cli.recipe.schema import LossSection, TrainSection
+
+if TYPE_CHECKING:
+    from tessera_cli.distill.data import TrainBatch
+    from tessera_cli.models.decoder import Decoder
+
+
+class Trainer:
+    """Trains `student` towards `teacher`, one optimiser step at a time.
+
+    The loss of a step is the sum over the supervised tokens of all its micro-batches, divided by their
+    number: how the rows are split into micro-batches changes nothing.
+
+    Args:
+        student: float32 master weights, trained in place.
+        teacher: in its own dtype, put in eval mode and frozen.
+        loss: the recipe's loss.
+        train: the recipe's optimisation.
+        num_steps: optimiser steps of the whole run, the length of the learning rate's schedule.
+        device: "cpu" or "cuda"; both models are moved there.
+        listener: told of every step.
+
+    Raises:
+        ModelError: the two vocabularies differ.
+        UsageError: more than one process, or a device that is not there.
+    """
+
+    def __init__(
+        self,
+        student: "Decoder",
+        teacher: "Decoder",
+        *,
+        loss: LossSection,
+        train: TrainSection,
+        num_steps: int,
+        device: str,
+        listener: Listener,
+    ) -> None:
+        vocabularies = student.head_weight.shape[0], teacher.head_weight.shape[0]
+        if vocabularies[0] != vocabularies[1]:
+            raise ModelError(
+                "the student has {} vocabulary rows and the teacher {}".format(*vocabularies),
+                hint="start the student from this teacher's layers",
+            )
+        if any(parameter.dtype != torch.float32 for parameter in student.parameters()):
+            raise ValueError("the student's master weights must be float32")
+        if num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+        self.step = 0
+        self.tokens = 0
+        self.supervised_tokens = 0
+        self._loss, self._train, self._num_steps, self._listener = loss, train, num_steps, listener
+
+        self._accelerator = _single_process_accelerator(device)
+        self._device = self._accelerator.device
+        self._teacher = teacher.to(self._device).eval().requires_grad_(False)
+        self._teacher_head = teacher.head_weight.detach().float()
+        self._student = student.to(self._device).train()
+        self._adamw = adamw(student, train)
+        module = _StudentLoss(
+            student, loss, train.loss_chunk_tokens, _compute_dtype(train.dtype, self._device)
+        )
+        self._module, self._optimizer = self._accelerator.prepare(module, self._adamw)
+
+    def train_step(self, micro_batches: "Sequence[TrainBatch]") -> TrainStep | None:
+        """One optimiser step over `micro_batches`; tells the listener what it returns.
+
+        Returns:
+            The step's figures, or None for a step without a supervised token: it counts as a step, changes no
+            weight, and the listener gets a note.
+
+        Raises:
+            RunError: loss or gradient are not finite (the weights are as before the step), or out of memory.
+        """
+        if self.step == self._num_steps:
+            raise ValueError(f"the run has {self._num_steps} steps and all are done")
+        batches = [batch for batch in micro_batches if len(batch.target_ids)]
+        if not batches:
+            self.step += 1
+            self._listener(Note(f"step {self.step} has no supervised token and was skipped"))
+            return None
+        try:
+            figures = self._optimise(batches)
+        except torch.OutOfMemoryError as error:
+            raise RunError(
+                f"out of memory at step {self.step + 1}",
+                hint="lower train.micro_batch_size and raise train.gradient_accumulation_steps as much",
+            ) from error
+        self._listener(figures)
+        return figures
+
+    def state_dict(self) -> TrainerState:
+        """What `load_state_dict` needs to go on as if nothing had happened; its tensors are the live ones."""
+        student: dict[str, Tensor] = dict(self._student.named_parameters())
+        optimizer = {
+            f"{name}/{key}": value
+            for name, parameter in student.items()
+            for key, value in self._adamw.state[parameter].items()
+        }
+        return TrainerState(self.step, self.tokens, self.supervised_tokens, student, optimizer)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: TrainerState) -> None:
+        """Go on from `state`.
+
+        Raises:
+            UsageError: it belongs to another student or to a longer run.
+        """
+        student = dict(self._student.named_parameters())
+        shapes = {name: parameter.shape for name, parameter in student.items()}
+        if shapes != {name: tensor.shape for name, tensor in state.student.items()}:
+            raise UsageError("the checkpoint is of a student of another shape", hint="start a new run")
+        if state.step > self._num_steps:
+            raise UsageError(
+                f"the checkpoint is at step {state.step} of a run of {self._num_steps}", hint="train longer"
+            )
+        for name, parameter in student.items():
+            parameter.copy_(state.student[name])
+        self._adamw.state.clear()
+        for full_name, tensor in state.optimizer.items():
+            name, key = full_name.rsplit("/", 1)
+            self._adamw.state[student[name]][key] = tensor.to(self._device, copy=True)
+        self.step, self.tokens, self.supervised_tokens = state.step, state.tokens, state.supervised_tokens
+
+    def _optimise(self, batches: "Sequence[TrainBatch]") -> TrainStep:
+        start = self._now()
+        tokens = sum(len(batch.input_ids) for batch in batches)
+        supervised = sum(len(batch.target_ids) for batch in batches)
+        totals = torch.zeros(len(DistillationSums._fields), device=self._device)
+        teacher_seconds = 0.0
+        self._optimizer.zero_grad()
+        for batch in batches:
+            packed = _Packed(batch, self._device)
+            teacher_start = self._now()
+            with torch.inference_mode():
+                teacher_hidden = packed.supervised_hidden(self._teacher)
+            teacher_seconds += self._now() - teacher_start
+            sums: DistillationSums = self._module(packed, teacher_hidden, self._teacher_head)
+            self._accelerator.backward(sums.loss / supervised)
+            totals += torch.stack([value.detach() for value in sums])
+        grad_norm = self._accelerator.clip_grad_norm_(self._module.parameters(), self._train.max_grad_norm)
+        loss, kd, ce, norm = torch.cat([totals / supervised, grad_norm.reshape(1)]).tolist()
+        rate = self._apply(loss, norm)
+
+        self.tokens += tokens
+        self.supervised_tokens += supervised
+        seconds = self._now() - start
+        return TrainStep(
+            step=self.step,
+            num_steps=self._num_steps,
+            tokens=self.tokens,
+            supervised_tokens=self.supervised_tokens,
+            loss=loss,
+            kd_loss=kd,
+            ce_loss=ce if self._loss.ce_weight else None,
+            learning_rate=rate,
+            grad_norm=norm,
+            tokens_per_second=tokens / seconds,
+            teacher_seconds=teacher_seconds,
+            step_seconds=seconds,
+            peak_memory_bytes=_peak_memory_bytes(self._device),
+        )
+
+    def _apply(self, loss: float, grad_norm: float) -> float:
+        """Move the weights by the gradients at hand; the learning rate used."""
+        step = self.step + 1
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise RunError(
+                f"diverged at step {step}: loss {loss}, gradient norm {grad_norm}",
+                hint="lower train.learning_rate, or resume from the last checkpoint with other data",
+            )
+        rate = learning_rate(step, self._num_steps, self._train)
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self.step = step
+        return rate
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+class _Packed:
+    """A micro-batch on the device, with the attention that isolates its documents."""
+
+    def __init__(self, batch: "TrainBatch", device: torch.device) -> None:
+        self.input_ids = batch.input_ids.to(device)
+        self.positions = batch.positions.to(device)
+        self.target_index = batch.target_index.to(device)
+        self.target_ids = batch.target_ids.to(device)
+        self.attention = PackedAttention(batch.cu_seqlens, device=device)
+
+    def supervised_hidden(self, decoder: "Decoder") -> Tensor:
+        """[supervised tokens, hidden]: chosen before the head, which is never run on other tokens."""
+        hidden = decoder(self.input_ids, self.positions, self.attention.attend)
+        return hidden.index_select(0, self.target_index)
+
+
+class _StudentLoss(nn.Module):
+    """The student and its loss in one forward: a wrapper that synchronises gradients sees both."""
+
+    def __init__(self, student: "Decoder", loss: LossSection, chunk_tokens: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.student = student
+        self._loss, self._chunk_tokens, self._dtype = loss, chunk_tokens, dtype
+
+    def forward(self, packed: _Packed, teacher_hidden: Tensor, teacher_head: Tensor) -> DistillationSums:
+        mixed = self._dtype != torch.float32
+        with torch.autocast(teacher_hidden.device.type, dtype=self._dtype, enabled=mixed):
+            hidden = packed.supervised_hidden(self.student)
+        return chunked_distillation_loss(
+            hidden,
+            self.student.head_weight,
+            teacher_hidden,
+            teacher_head,
+            packed.target_ids,
+            loss=self._loss,
+            chunk_tokens=self._chunk_tokens,
+        )
+
+
+def _single_process_accelerator(device: str) -> Accelerator:
+    # The plugin, unlike the plain argument, can not be overridden by accelerate's environment variables.
+    accelerator = Accelerator(
+        cpu=device == "cpu",
+        mixed_precision="no",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+    )
+    if accelerator.num_processes > 1:
+        raise UsageError(
+            f"training runs in one process for now, this is one of {accelerator.num_processes}",
+            hint="start `tessera distill` itself, not through a launcher",
+        )
+    if accelerator.device.type != torch.device(device).type:
+        raise UsageError(
+            f"device {device} is not available, only {accelerator.device}", hint="use another device"
+        )
+    return accelerator
+
+
+def _compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    """The most that the device's allocator has held, or on the CPU the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,100 @@
+"""What an engine is sized to, and how one request is sampled; both refuse values that can never work."""
+
+import math
+from dataclasses import dataclass
+
+from tessera_cli.errors import CapacityError, UsageError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The sizes that an engine is built with.
+
+    `num_blocks` counts the physical KV blocks, the null block included; `block_size`, `max_model_len` (prompt
+    and output of one sequence together) and `max_num_batched_tokens` (one step) count tokens; `max_num_seqs`
+    counts the sequences that run at once.
+
+    Raises:
+        UsageError: a size below one, or a prompt that could never be scheduled whole without chunked prefill.
+        CapacityError: the pool cannot hold one sequence of `max_model_len` tokens.
+    """
+
+    num_blocks: int
+    max_model_len: int
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
+
+    def __post_init__(self) -> None:
+        _require(
+            "num_blocks", self.num_blocks, self.num_blocks >= 2, "at least 2, the null block and another"
+        )
+        _require(
+            "max_model_len", self.max_model_len, self.max_model_len >= 2, "at least 2, prompt and output"
+        )
+        _require("block_size", self.block_size, self.block_size >= 1, "at least 1")
+        _require("max_num_seqs", self.max_num_seqs, self.max_num_seqs >= 1, "at least 1")
+        num_batched = self.max_num_batched_tokens
+        _require("max_num_batched_tokens", num_batched, num_batched >= 1, "at least 1")
+        needed = self.blocks_for(self.max_model_len)
+        if self.num_usable_blocks < needed:
+            raise CapacityError(
+                f"max_model_len={self.max_model_len} needs {needed} usable KV blocks of"
+                f" {self.block_size} tokens, and num_blocks={self.num_blocks} has"
+                f" {self.num_usable_blocks} (block 0 is the null block)",
+                hint="give the KV cache more memory, store it in a smaller dtype, or lower max_model_len"
+                f" to at most {self.num_usable_blocks * self.block_size}",
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise UsageError(
+                f"without chunked prefill a prompt of up to max_model_len={self.max_model_len} tokens must"
+                f" fit into one step, and max_num_batched_tokens is {self.max_num_batched_tokens}",
+                hint=f"raise max_num_batched_tokens to {self.max_model_len}, lower max_model_len or enable"
+                " chunked prefill",
+            )
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks that sequences can hold: all but the null block."""
+        return self.num_blocks - 1
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens of one sequence occupy."""
+        return -(-num_tokens // self.block_size)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled and when it ends, with vLLM's names and defaults.
+
+    `temperature` 0 is greedy; `top_k` 0 is off; `max_tokens` counts output tokens; `seed` None lets the
+    engine draw one. `ignore_eos` ignores the model's end-of-sequence tokens, never `stop_token_ids`.
+
+    Raises:
+        UsageError: a value that means nothing.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        # Written so that NaN fails every one of them.
+        is_temperature = 0.0 <= self.temperature < math.inf
+        _require("temperature", self.temperature, is_temperature, "a finite number, at least 0")
+        _require("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "greater than 0 and at most 1")
+        _require("top_k", self.top_k, self.top_k >= 0, "at least 0, which is off")
+        _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
+        _require("seed", self.seed, self.seed is None or 0 <= self.seed < 2**63, "from 0 to 2**63 - 1")
+        are_token_ids = all(token_id >= 0 for token_id in self.stop_token_ids)
+        _require("stop_token_ids", self.stop_token_ids, are_token_ids, "token ids, at least 0")
+
+
+def _require(name: str, value: object, is_valid: bool, expected: str) -> None:
+    if not is_valid:
+        raise UsageError(f"{name}={value} is out of range", hint=f"{name} has to be {expected}")

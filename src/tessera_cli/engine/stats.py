@@ -1,0 +1,88 @@
+"""What an engine and its requests measure; times are seconds on the monotonic clock."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """An engine at one moment.
+
+    `num_running` and `num_waiting` count sequences now; `num_blocks` counts the usable KV blocks of
+    `block_size` tokens, the null block not among them. The others count since the engine was made:
+    `num_finished` the sequences that ended by a stop token or their length, `num_failed` those that ended
+    with an error; `prompt_tokens` the prompt tokens computed, each once even if preemption made the engine
+    compute it again; `generation_tokens` the tokens sampled.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_finished: int
+    num_failed: int
+    num_blocks: int
+    num_used_blocks: int
+    block_size: int
+    prompt_tokens: int
+    generation_tokens: int
+    num_steps: int
+
+
+@dataclass
+class RequestMetrics:
+    """When things happened to one request; `token_times` has the end of the step of each output token."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    token_times: list[float] = field(default_factory=list)
+    finished_time: float | None = None
+
+    @property
+    def first_token_time(self) -> float | None:
+        """When the first output token came."""
+        return self.token_times[0] if self.token_times else None
+
+    @property
+    def last_token_time(self) -> float | None:
+        """When the last output token so far came."""
+        return self.token_times[-1] if self.token_times else None
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token, from arrival, waiting included."""
+        return self.token_times[0] - self.arrival_time if self.token_times else None
+
+    @property
+    def itl(self) -> list[float]:
+        """Inter-token latencies, one fewer than there are output tokens."""
+        return [later - earlier for earlier, later in pairwise(self.token_times)]
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first; None for fewer than two tokens."""
+        if len(self.token_times) < 2:
+            return None
+        return (self.token_times[-1] - self.token_times[0]) / (len(self.token_times) - 1)
+
+    @property
+    def e2el(self) -> float | None:
+        """End-to-end latency: from arrival to finish."""
+        return None if self.finished_time is None else self.finished_time - self.arrival_time
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The `percent`-th percentile of `values`, 0 to 100, with linear interpolation between ranks.
+
+    Raises:
+        ValueError: no values, or `percent` out of range.
+    """
+    if not values:
+        raise ValueError("no values, so no percentile")
+    if not 0 <= percent <= 100:
+        raise ValueError(f"percent={percent} is not within 0 to 100")
+    ordered = sorted(values)
+    rank = (len(ordered) - 1) * percent / 100
+    low, high = ordered[math.floor(rank)], ordered[math.ceil(rank)]
+    return low + (high - low) * (rank - math.floor(rank))

@@ -1,0 +1,108 @@
+"""Attention for training: documents packed into one sequence, causal in each and isolated from the others."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Documents of similar length: `count` rows of `width` slots each."""
+
+    count: int
+    width: int
+
+
+class PackedAttention:
+    """Causal attention over packed documents; its `attend` is what `Decoder.forward` takes.
+
+    Documents are right-padded to the longest of their group and attended a group at a time. Under a causal
+    mask a token sees only what precedes it, so padding on the right needs no mask. Groups go by powers of
+    two, which bounds the padded work whatever the mix of lengths.
+
+    Args:
+        cu_seqlens: cumulative lengths of the documents, from 0 to the number of packed tokens.
+        device: where the queries, keys and values will be.
+
+    Raises:
+        ValueError: `cu_seqlens` does not start at 0 or does not increase.
+    """
+
+    def __init__(self, cu_seqlens: Sequence[int], *, device: torch.device | str = "cpu") -> None:
+        _check_cu_seqlens(cu_seqlens)
+        lengths = [end - start for start, end in pairwise(cu_seqlens)]
+        by_width: dict[int, list[int]] = {}
+        for document, length in enumerate(lengths):
+            by_width.setdefault(length.bit_length(), []).append(document)
+
+        first_slot = [0] * len(lengths)
+        self._groups: list[_Group] = []
+        self._num_slots = 0
+        for documents in by_width.values():
+            width = max(lengths[document] for document in documents)
+            for row, document in enumerate(documents):
+                first_slot[document] = self._num_slots + row * width
+            self._groups.append(_Group(len(documents), width))
+            self._num_slots += len(documents) * width
+
+        shift = torch.tensor([slot - start for slot, start in zip(first_slot, cu_seqlens, strict=False)])
+        packed = torch.arange(cu_seqlens[-1])
+        self._slots = (packed + shift.repeat_interleave(torch.tensor(lengths))).to(device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend within each document; every layer is treated alike.
+
+        Args:
+            layer: not used, part of the `Attend` signature.
+            q: [num_tokens, num_heads, head_dim].
+            k: [num_tokens, num_kv_heads, head_dim].
+            v: like `k`.
+
+        Returns:
+            Like `q`.
+        """
+        padded = [self._pad(tensor) for tensor in (q, k, v)]
+        outputs: list[Tensor] = []
+        start = 0
+        for group in self._groups:
+            end = start + group.count * group.width
+            rows = [tensor[start:end].unflatten(0, (group.count, group.width)) for tensor in padded]
+            outputs.append(_causal(*rows).flatten(0, 1))
+            start = end
+        return torch.cat(outputs).index_select(0, self._slots)
+
+    def _pad(self, tensor: Tensor) -> Tensor:
+        # Zeros, not repeated tokens: a NaN of one document can not reach another one through its padding.
+        slots = tensor.new_zeros(self._num_slots, *tensor.shape[1:])
+        return slots.index_copy(0, self._slots, tensor)
+
+
+def attend_per_document(cu_seqlens: Sequence[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What `PackedAttention` computes, one document after the other: the plain version it is tested against.
+
+    Shapes are those of `PackedAttention.attend`.
+    """
+    _check_cu_seqlens(cu_seqlens)
+    spans = [slice(start, end) for start, end in pairwise(cu_seqlens)]
+    return torch.cat([_causal(q[None, span], k[None, span], v[None, span])[0] for span in spans])
+
+
+def _check_cu_seqlens(cu_seqlens: Sequence[int]) -> None:
+    """Refuse bounds that do not describe one or more documents of at least one token.
+
+    Raises:
+        ValueError: they do not start at 0 or do not increase.
+    """
+    if len(cu_seqlens) < 2 or cu_seqlens[0] != 0 or any(end <= start for start, end in pairwise(cu_seqlens)):
+        raise ValueError(f"cu_seqlens must start at 0 and increase, got {list(cu_seqlens)}")
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[batch, length, heads, head_dim], fewer heads in `k` and `v` for grouped queries -> like `q`."""
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)

@@ -1,0 +1,248 @@
+"""Load on an engine, and what it did under it: closed loop, or Poisson arrivals.
+
+The figures carry vLLM's names. TTFT is submission to first token, queueing included; TPOT is
+(E2EL − TTFT) / (output tokens − 1), undefined for one token; ITL is every gap between tokens. With a request
+rate a request counts as submitted when it was due, so that neither a step under way nor a limit on requests
+in flight can hide the wait.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Protocol
+
+from tessera_cli.engine.config import SamplingParams
+from tessera_cli.engine.engine import SequenceOutput
+from tessera_cli.engine.sequence import FinishReason
+from tessera_cli.engine.stats import EngineStats, percentile
+from tessera_cli.errors import UsageError
+from tessera_cli.serving.workload import BenchmarkRequest, poisson_arrivals
+
+METRICS = ("ttft", "tpot", "itl", "e2el")
+
+
+class BenchmarkEngine(Protocol):
+    """What a benchmark needs of `engine.Engine`."""
+
+    def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None: ...
+    def step(self) -> list[SequenceOutput]: ...
+    def has_unfinished(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+
+
+@dataclass
+class RequestTimes:
+    """Times of one request in the benchmark's clock, seconds; `tokens` has one time per output token."""
+
+    arrival: float
+    tokens: list[float] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        return self.tokens[0] - self.arrival
+
+    @property
+    def e2el(self) -> float:
+        return self.tokens[-1] - self.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        if len(self.tokens) < 2:
+            return None
+        return (self.tokens[-1] - self.tokens[0]) / (len(self.tokens) - 1)
+
+    @property
+    def itl(self) -> list[float]:
+        return [after - before for before, after in pairwise(self.tokens)]
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """What one run measured. Token counts, throughputs and latencies are of the completed requests alone.
+
+    `duration` is seconds from the first submission to the last end; `latencies` maps METRICS to seconds.
+    """
+
+    completed: int
+    failed: int
+    total_input_tokens: int
+    total_output_tokens: int
+    duration: float
+    max_concurrent_requests: int
+    preemptions: int
+    latencies: dict[str, list[float]]
+    errors: list[str]
+
+    @property
+    def request_throughput(self) -> float:
+        return self.completed / self.duration
+
+    @property
+    def output_throughput(self) -> float:
+        return self.total_output_tokens / self.duration
+
+    @property
+    def total_token_throughput(self) -> float:
+        return (self.total_input_tokens + self.total_output_tokens) / self.duration
+
+    def percentile_ms(self, metric: str, percent: float) -> float | None:
+        """Linearly interpolated percentile in milliseconds; None where nothing was measured."""
+        values = self.latencies[metric]
+        return percentile(values, percent) * 1000 if values else None
+
+    def as_dict(self, percentiles: Sequence[float] = (50, 90, 99)) -> dict[str, Any]:
+        """The result under vLLM's JSON keys, such as ``mean_ttft_ms`` and ``p99_itl_ms``."""
+        result: dict[str, Any] = {
+            "completed": self.completed,
+            "failed": self.failed,
+            "total_input_tokens": self.total_input_tokens,
+            "total_output_tokens": self.total_output_tokens,
+            "duration": self.duration,
+            "request_throughput": self.request_throughput,
+            "output_throughput": self.output_throughput,
+            "total_token_throughput": self.total_token_throughput,
+            "max_concurrent_requests": self.max_concurrent_requests,
+            "preemptions": self.preemptions,
+        }
+        for metric in METRICS:
+            values = [seconds * 1000 for seconds in self.latencies[metric]]
+            result[f"mean_{metric}_ms"] = statistics.fmean(values) if values else None
+            result[f"median_{metric}_ms"] = self.percentile_ms(metric, 50)
+            result[f"std_{metric}_ms"] = statistics.pstdev(values) if values else None
+            for percent in percentiles:
+                result[f"p{percent:g}_{metric}_ms"] = self.percentile_ms(metric, percent)
+        return result
+
+
+def run_benchmark(
+    engine: BenchmarkEngine,
+    requests: Sequence[BenchmarkRequest],
+    *,
+    concurrency: int | None,
+    request_rate: float | None = None,
+    seed: int = 0,
+    on_step: Callable[[EngineStats], None] | None = None,
+    on_finished: Callable[[RequestTimes | None], None] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> BenchmarkResult:
+    """Put `requests` on an idle engine and measure until the last one has ended.
+
+    Args:
+        concurrency: at most this many requests are in flight, waiting ones included; None for no limit.
+        request_rate: requests per second of a Poisson process; None to submit as soon as there is a place.
+        seed: of the arrival times.
+        on_finished: gets the times of each completed request, None for each that failed.
+
+    Raises:
+        UsageError: no request at all, or a limit or rate that lets none through.
+    """
+    if not requests:
+        raise UsageError("a benchmark without requests", hint="give at least one")
+    if concurrency is not None and concurrency < 1:
+        raise UsageError(f"concurrency {concurrency} is below 1", hint="use 1 or more")
+    load = _Load(engine, requests, poisson_arrivals(len(requests), request_rate, seed), concurrency, clock)
+    preemptions = engine.stats().num_preemptions
+    while load.num_submitted < len(requests) or load.in_flight:
+        load.submit_due()
+        if not load.in_flight:
+            sleep(load.seconds_to_next())
+            continue
+        for times in load.step():
+            if on_finished is not None:
+                on_finished(times)
+        if on_step is not None:
+            on_step(engine.stats())
+    return load.result(engine.stats().num_preemptions - preemptions)
+
+
+class _Load:
+    """The requests of one run: which are due, in flight, completed or failed."""
+
+    def __init__(
+        self,
+        engine: BenchmarkEngine,
+        requests: Sequence[BenchmarkRequest],
+        arrivals: list[float] | None,
+        concurrency: int | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.engine, self.requests, self.clock = engine, requests, clock
+        self.limit = len(requests) if concurrency is None else concurrency
+        self.start = clock()
+        self.due = None if arrivals is None else [self.start + seconds for seconds in arrivals]
+        self.num_submitted = self.peak = 0
+        self.in_flight: dict[str, RequestTimes] = {}
+        self.completed: list[tuple[BenchmarkRequest, RequestTimes]] = []
+        self.errors: list[str] = []
+
+    def submit_due(self) -> None:
+        while self.num_submitted < len(self.requests) and len(self.in_flight) < self.limit:
+            now = self.clock()
+            arrival = now if self.due is None else self.due[self.num_submitted]
+            if arrival > now:
+                break
+            request, request_id = self.requests[self.num_submitted], str(self.num_submitted)
+            self.engine.add_request(request_id, request.prompt_token_ids, request.params)
+            self.in_flight[request_id] = RequestTimes(arrival)
+            self.num_submitted += 1
+        self.peak = max(self.peak, len(self.in_flight))
+
+    def seconds_to_next(self) -> float:
+        return 0.0 if self.due is None else max(0.0, self.due[self.num_submitted] - self.clock())
+
+    def step(self) -> list[RequestTimes | None]:
+        """One step of the engine; the times of the requests that it completed, None for each that failed."""
+        outputs = self.engine.step()
+        now = self.clock()
+        ended: list[RequestTimes | None] = []
+        for output in outputs:
+            times = self.in_flight[output.request_id]
+            times.tokens.extend([now] * len(output.new_token_ids))
+            if output.finish_reason is None:
+                continue
+            del self.in_flight[output.request_id]
+            request = self.requests[int(output.request_id)]
+            error = _failure(output, request, times)
+            if error is None:
+                self.completed.append((request, times))
+            else:
+                self.errors.append(error)
+            ended.append(times if error is None else None)
+        return ended
+
+    def result(self, preemptions: int) -> BenchmarkResult:
+        return BenchmarkResult(
+            completed=len(self.completed),
+            failed=len(self.errors),
+            total_input_tokens=sum(len(request.prompt_token_ids) for request, _ in self.completed),
+            total_output_tokens=sum(len(times.tokens) for _, times in self.completed),
+            duration=self.clock() - self.start,
+            max_concurrent_requests=self.peak,
+            preemptions=preemptions,
+            latencies=_latencies(times for _, times in self.completed),
+            errors=self.errors,
+        )
+
+
+def _failure(output: SequenceOutput, request: BenchmarkRequest, times: RequestTimes) -> str | None:
+    """Why a finished request does not count: a short answer would otherwise look like a fast one."""
+    wanted = request.params.max_tokens
+    if output.error is not None:
+        return output.error
+    if output.finish_reason is not FinishReason.LENGTH or len(times.tokens) != wanted:
+        return f"{len(times.tokens)} of {wanted} tokens, finish_reason {output.finish_reason}"
+    return None
+
+
+def _latencies(completed: Iterable[RequestTimes]) -> dict[str, list[float]]:
+    latencies: dict[str, list[float]] = {metric: [] for metric in METRICS}
+    for times in completed:
+        latencies["ttft"].append(times.ttft)
+        latencies["e2el"].append(times.e2el)
+        latencies["itl"].extend(times.itl)
+        if times.tpot is not None:
+            latencies["tpot"].append(times.tpot)
+    return latencies

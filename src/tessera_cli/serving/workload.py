@@ -1,0 +1,86 @@
+"""What a benchmark asks of an engine: prompts, output lengths and arrival times, all from a seed."""
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from tessera_cli.engine.config import SamplingParams
+from tessera_cli.errors import CapacityError, UsageError
+
+DEFAULT_CONCURRENCY = 64
+
+
+@dataclass(frozen=True)
+class BenchmarkRequest:
+    """A prompt and how to answer it; `params.max_tokens` is the output length, as end tokens are ignored."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+
+
+def random_requests(
+    num_requests: int, *, input_len: int, output_len: int, range_ratio: float, vocab_size: int, seed: int
+) -> list[BenchmarkRequest]:
+    """Requests of random token ids, answered greedily and in full.
+
+    Lengths are uniform between ``length * (1 - range_ratio)`` and ``length * (1 + range_ratio)``, at least 1;
+    this is what vLLM's `--random-range-ratio` means.
+
+    Raises:
+        UsageError: a length below 1, or `range_ratio` outside [0, 1).
+    """
+    if input_len < 1 or output_len < 1:
+        raise UsageError(f"a benchmark of {input_len} tokens in and {output_len} out", hint="use 1 or more")
+    if not 0 <= range_ratio < 1:
+        raise UsageError(f"range ratio {range_ratio} is outside [0, 1)", hint="0 makes all lengths equal")
+    generator = random.Random(seed)
+
+    def length(mean: int) -> int:
+        return generator.randint(max(1, int(mean * (1 - range_ratio))), int(mean * (1 + range_ratio)))
+
+    def request() -> BenchmarkRequest:
+        ids = [generator.randrange(vocab_size) for _ in range(length(input_len))]
+        return BenchmarkRequest(ids, greedy(length(output_len)))
+
+    return [request() for _ in range(num_requests)]
+
+
+def greedy(output_len: int) -> SamplingParams:
+    """Exactly `output_len` tokens, each the likeliest."""
+    return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+
+
+def check_lengths(requests: Iterable[BenchmarkRequest], max_model_len: int) -> None:
+    """Refuse, before any work, a request that is longer than the model allows.
+
+    Raises:
+        CapacityError: the longest request needs more than `max_model_len` tokens.
+    """
+    longest = max(requests, key=lambda request: len(request.prompt_token_ids) + request.params.max_tokens)
+    num_prompt, num_output = len(longest.prompt_token_ids), longest.params.max_tokens
+    if num_prompt + num_output > max_model_len:
+        raise CapacityError(
+            f"a request of {num_prompt} tokens in and {num_output} out is longer than {max_model_len} tokens",
+            hint="lower --input-len, --output-len or --range-ratio, or raise --max-model-len",
+        )
+
+
+def poisson_arrivals(num_requests: int, rate: float | None, seed: int) -> list[float] | None:
+    """Seconds after the start at which requests are due: the first at 0, then gaps of mean 1/rate.
+
+    None without a rate: a request is due when there is a place for it.
+
+    Raises:
+        UsageError: a rate that is not a positive, finite number.
+    """
+    if rate is None:
+        return None
+    if not 0 < rate < math.inf:
+        raise UsageError(
+            f"request rate {rate} is not a positive number", hint="requests per second, such as 2.5"
+        )
+    generator = random.Random(seed)
+    gaps = (generator.expovariate(rate) for _ in range(num_requests - 1))
+    return list(accumulate(gaps, initial=0.0))

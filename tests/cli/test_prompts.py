@@ -1,0 +1,102 @@
+"""Prompt files: what is read, and that each fault names its file and line."""
+
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tessera_cli.cli.prompts import read_prompts
+from tessera_cli.errors import DataError, UsageError
+
+
+def write(tmp_path: Path, name: str, content: str | bytes) -> str:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def test_prompts_of_the_command_line_keep_their_order_and_spaces():
+    assert [prompt.text for prompt in read_prompts(["b ", "a"], None)] == ["b ", "a"]
+
+
+def test_a_text_file_has_one_prompt_per_non_empty_line(tmp_path: Path):
+    name = write(tmp_path, "p.txt", "one\r\n\n  two\n\t\nthr\u2028ee")
+    prompts = read_prompts([], name)
+    assert [prompt.text for prompt in prompts] == ["one", "  two", "thr\u2028ee"]
+    assert prompts[1].source == f"{name} line 3"
+
+
+def test_stdin_is_read_as_lines_of_text(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"one\ntwo\n")))
+    assert [prompt.text for prompt in read_prompts([], "-")] == ["one", "two"]
+
+
+def test_a_json_line_carries_messages_and_its_own_sampling(tmp_path: Path):
+    messages = [{"role": "user", "content": "hi\u2028there"}]
+    lines = [
+        json.dumps({"prompt": "a", "temperature": 1, "seed": 0}),
+        json.dumps({"messages": messages, "max_tokens": 3}, ensure_ascii=False),
+    ]
+    first, second = read_prompts([], write(tmp_path, "p.jsonl", "\ufeff" + "\n".join(lines)))
+    assert (first.text, first.messages, first.sampling) == ("a", None, {"temperature": 1.0, "seed": 0})
+    assert (second.text, second.messages, second.sampling) == (None, messages, {"max_tokens": 3})
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"prompt": "a", "max_token": 3}', "unknown key `max_token`"),
+        ('{"prompt": "a", "max_tokens": 0}', "`max_tokens`"),
+        ('{"prompt": "a", "max_tokens": "3"}', "`max_tokens`"),
+        ('{"prompt": "a", "max_tokens": true}', "`max_tokens`"),
+        ('{"prompt": "a", "temperature": NaN}', "`temperature`"),
+        ('{"prompt": "a", "top_p": 1.5}', "`top_p`"),
+        ('{"prompt": "a", "prompt": "b"}', "`prompt` is given twice"),
+        ('{"prompt": ""}', "`prompt`"),
+        ('{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "either `prompt` or `messages`"),
+        ('{"seed": 1}', "either `prompt` or `messages`"),
+        ('{"messages": []}', "`messages`"),
+        ('{"messages": [{"role": "tool", "content": "b"}]}', "`messages.0.role`"),
+        ('["a"]', "not a JSON object"),
+        ('{"prompt": ', "not a JSON object"),
+    ],
+)
+def test_a_bad_json_line_is_named_with_its_number(tmp_path: Path, line: str, says: str):
+    name = write(tmp_path, "p.jsonl", '{"prompt": "good"}\n\n' + line)
+    with pytest.raises(DataError) as caught:
+        read_prompts([], name)
+    assert caught.value.message.startswith(f"{name} line 3: ")
+    assert says in caught.value.message
+
+
+def test_a_file_that_is_not_utf8_is_refused_with_the_line(tmp_path: Path):
+    with pytest.raises(DataError, match=r"p\.txt line 2: not UTF-8"):
+        read_prompts([], write(tmp_path, "p.txt", b"good\n\xff\xfe\n"))
+
+
+@pytest.mark.parametrize("name", ["empty.txt", "empty.jsonl"])
+def test_a_file_without_prompts_is_refused(tmp_path: Path, name: str):
+    with pytest.raises(DataError, match="no prompts"):
+        read_prompts([], write(tmp_path, name, " \n\n"))
+
+
+def test_a_missing_file_a_folder_and_an_unknown_suffix_are_refused(tmp_path: Path):
+    with pytest.raises(DataError, match="no such file"):
+        read_prompts([], str(tmp_path / "none.txt"))
+    (tmp_path / "folder.txt").mkdir()
+    with pytest.raises(DataError, match="cannot be read"):
+        read_prompts([], str(tmp_path / "folder.txt"))
+    with pytest.raises(DataError, match=r"\.csv"):
+        read_prompts([], write(tmp_path, "p.csv", "a"))
+
+
+def test_no_prompt_an_empty_one_and_two_sources_are_usage_errors():
+    with pytest.raises(UsageError, match="no prompt"):
+        read_prompts([], None)
+    with pytest.raises(UsageError, match="number 2 is empty"):
+        read_prompts(["a", " "], None)
+    with pytest.raises(UsageError, match="both"):
+        read_prompts(["a"], "-")

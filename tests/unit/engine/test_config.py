@@ -1,0 +1,75 @@
+"""Sizes and sampling values that cannot work are refused at once, with the numbers and the way out."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tessera_cli.engine.config import EngineConfig, SamplingParams
+from tessera_cli.errors import CapacityError, UsageError
+
+
+def test_the_pool_must_hold_max_model_len_beside_the_null_block() -> None:
+    EngineConfig(num_blocks=5, max_model_len=64)
+    EngineConfig(num_blocks=5, max_model_len=49)
+    with pytest.raises(CapacityError) as caught:
+        EngineConfig(num_blocks=5, max_model_len=65)
+    assert "max_model_len=65 needs 5" in caught.value.message
+    assert "num_blocks=5 has 4" in caught.value.message
+    assert caught.value.hint is not None
+    for way_out in ("more memory", "smaller dtype", "max_model_len to at most 64"):
+        assert way_out in caught.value.hint
+
+
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 32, 33])
+def test_blocks_waste_less_than_one_block(num_tokens: int) -> None:
+    num_blocks = EngineConfig(num_blocks=5, max_model_len=64).blocks_for(num_tokens)
+    assert 0 <= num_blocks * 16 - num_tokens <= 15
+
+
+@pytest.mark.parametrize(
+    "name", ["num_blocks", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens"]
+)
+@pytest.mark.parametrize("value", [0, -1])
+def test_sizes_below_one_are_refused_by_name(name: str, value: int) -> None:
+    sizes: dict[str, Any] = {"num_blocks": 5, "max_model_len": 64, name: value}
+    with pytest.raises(UsageError, match=f"{name}={value}"):
+        EngineConfig(**sizes)
+
+
+def test_without_chunks_a_whole_prompt_must_fit_into_a_step() -> None:
+    config = EngineConfig(
+        num_blocks=5, max_model_len=64, max_num_batched_tokens=64, enable_chunked_prefill=False
+    )
+    with pytest.raises(UsageError, match="max_num_batched_tokens is 63"):
+        replace(config, max_num_batched_tokens=63)
+    replace(config, max_num_batched_tokens=63, enable_chunked_prefill=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_p", math.nan),
+        ("top_k", -1),
+        ("max_tokens", 0),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("stop_token_ids", (3, -3)),
+    ],
+)
+def test_sampling_values_that_mean_nothing_are_refused_by_name(name: str, value: object) -> None:
+    params: dict[str, Any] = {name: value}
+    with pytest.raises(UsageError, match=name) as caught:
+        SamplingParams(**params)
+    assert caught.value.hint is not None
+
+
+def test_the_limits_themselves_are_accepted() -> None:
+    SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=0, max_tokens=1, stop_token_ids=(0,))
+    SamplingParams(top_p=1e-6, seed=2**63 - 1)

@@ -1,0 +1,80 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tessera_cli.errors import RecipeError
+from tessera_cli.recipe.loader import load_recipe
+from tessera_cli.recipe.schema import LossSection, Recipe
+from tessera_cli.recipe.suggest import _OTHER_NAMES as other_names
+from tessera_cli.recipe.suggest import key_schemas
+
+Write = Callable[[str], Path]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["train.max_steps=null"], "got none"),
+        (["train.max_tokens=5"], "got max_tokens and max_steps; set the others to null"),
+        (["loss.kd_weight=0"], "`kd_weight` and `ce_weight` are both 0"),
+        (["loss.mixture_weight=0.5"], "`kind: forward_kl` has no mixture"),
+        (["loss.kind=jsd", "loss.mixture_weight=1"], "expected a number > 0 and < 1 or null, got 1"),
+        (["loss.temperature=0"], "expected a number > 0, got 0"),
+        (["student.num_hidden_layers=null"], "required with `layers: even`"),
+        (
+            ["student.layers=importance", "student.num_hidden_layers=null"],
+            "required with `layers: importance`",
+        ),
+        (["student.layers=[0,1,2]"], "2 disagrees with the 3 layers listed"),
+        (["student.layers=[1,0]"], "layer numbers must increase"),
+        (["student.layers=[1,1]"], "layer numbers must increase"),
+        (["student.layers=[-1,1]"], "expected layer numbers from 0"),
+        (["student.layers=[true,2]"], "expected layer numbers from 0"),
+        (["student.layers=[]"], "expected layer numbers from 0"),
+        (["student.layers=odd"], 'expected "even", "importance" or a list of layer numbers'),
+        (["name=../up"], "expected letters, digits"),
+        (["data.max_seq_len=1"], "expected an integer ≥ 2, got 1"),
+        (["seed=-1"], "expected an integer ≥ 0, got -1"),
+    ],
+)
+def test_what_makes_no_sense_together_is_refused(
+    write: Write, sound: str, overrides: list[str], problem: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write(sound), overrides)
+    assert len(caught.value.problems) == 1
+    assert problem in caught.value.problems[0]
+
+
+def test_a_layer_list_needs_no_count(write: Write, sound: str) -> None:
+    recipe = load_recipe(write(sound), ["student.layers=[0,5]", "student.num_hidden_layers=null"]).recipe
+    assert recipe.student.layers == [0, 5]
+
+
+def test_the_mixture_defaults_to_its_kinds_own_weight() -> None:
+    weights = {
+        kind: LossSection(kind=kind).mixture_weight for kind in ("jsd", "skew_kl", "skew_reverse_kl", "tvd")
+    }
+    assert weights == {"jsd": 0.5, "skew_kl": 0.1, "skew_reverse_kl": 0.9, "tvd": None}
+
+
+def test_a_recipe_does_not_change(write: Write, sound: str) -> None:
+    recipe = load_recipe(write(sound)).recipe
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe.train.learning_rate = 1.0  # type: ignore[misc]
+
+
+def test_every_key_is_described() -> None:
+    schema = Recipe.model_json_schema()
+    assert schema["additionalProperties"] is False
+    sections = ("teacher", "student", "data", "loss", "train", "eval", "checkpoint", "export")
+    assert [key for key, node in key_schemas().items() if not node.get("description")] == []
+    assert set(sections) <= set(schema["properties"])
+
+
+def test_other_tools_names_lead_to_keys_that_exist() -> None:
+    assert set(other_names.values()) <= set(key_schemas())
+    own = {key.rpartition(".")[2] for key in key_schemas()}
+    assert own.isdisjoint(other_names)

@@ -1,0 +1,216 @@
+"""The load really is what it says, and what is measured is what happened, on an engine whose time is made up."""
+
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+from tessera_cli.engine.config import SamplingParams
+from tessera_cli.engine.engine import Engine, SequenceOutput
+from tessera_cli.engine.sequence import FinishReason
+from tessera_cli.engine.stats import EngineStats
+from tessera_cli.errors import CapacityError, UsageError
+from tessera_cli.serving.baseline import TransformersBaseline
+from tessera_cli.serving.benchmark import BenchmarkResult, RequestTimes, run_benchmark
+from tessera_cli.serving.workload import (
+    BenchmarkRequest,
+    check_lengths,
+    greedy,
+    poisson_arrivals,
+    random_requests,
+)
+
+STEP = 0.5
+
+
+class Time:
+    """A clock that only a step or a sleep moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.slept += seconds
+
+
+class FakeEngine:
+    """Gives a token to each of at most `width` requests in a step of half a second."""
+
+    def __init__(self, time: Time, width: int = 1000, fails: dict[str, int] | None = None) -> None:
+        self.time, self.width, self.fails = time, width, fails or {}
+        self.queue: deque[tuple[str, int]] = deque()
+        self.given: dict[str, int] = {}
+        self.most = 0
+
+    def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        self.queue.append((request_id, params.max_tokens))
+        self.given[request_id] = 0
+        self.most = max(self.most, len(self.queue))
+
+    def step(self) -> list[SequenceOutput]:
+        self.time.now += STEP
+        outputs = []
+        for request_id, wanted in list(self.queue)[: self.width]:
+            if self.given[request_id] == self.fails.get(request_id):
+                outputs.append(SequenceOutput(request_id, (), FinishReason.ERROR, "broken logits", None))
+                self.queue.remove((request_id, wanted))
+                continue
+            self.given[request_id] += 1
+            ends = self.given[request_id] == wanted
+            reason = FinishReason.LENGTH if ends else None
+            outputs.append(SequenceOutput(request_id, (7,), reason, None, None))
+            if ends:
+                self.queue.remove((request_id, wanted))
+        return outputs
+
+    def stats(self) -> EngineStats:
+        return EngineStats(0, 0, 0, 0, 0, 10, 0, 16, 0, 0, 0)
+
+
+def requests(*output_lens: int) -> list[BenchmarkRequest]:
+    return [BenchmarkRequest([1, 2, 3], greedy(output_len)) for output_len in output_lens]
+
+
+def run(engine: FakeEngine, work: list[BenchmarkRequest], **options: object) -> BenchmarkResult:
+    return run_benchmark(engine, work, clock=engine.time.clock, sleep=engine.time.sleep, **options)
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 8])
+def test_the_closed_loop_never_has_more_in_flight_and_always_as_many(concurrency: int):
+    engine = FakeEngine(Time())
+    result = run(engine, requests(*[4] * 12), concurrency=concurrency)
+    assert engine.most == result.max_concurrent_requests == concurrency
+    assert result.duration == pytest.approx(-(-12 // concurrency) * 4 * STEP)
+    assert (result.completed, result.failed) == (12, 0)
+
+
+def test_latencies_follow_their_definitions():
+    engine = FakeEngine(Time(), width=1)
+    result = run(engine, requests(3, 2), concurrency=2)
+    # One request at a time: the second waits for the three steps of the first, and that wait is in its TTFT.
+    assert sorted(result.latencies["ttft"]) == pytest.approx([0.5, 2.0])
+    assert sorted(result.latencies["e2el"]) == pytest.approx([1.5, 2.5])
+    assert result.latencies["tpot"] == pytest.approx([0.5, 0.5])
+    assert result.latencies["itl"] == pytest.approx([0.5] * 3)
+    assert result.output_throughput == pytest.approx(5 / 2.5)
+    assert result.total_token_throughput == pytest.approx((5 + 6) / 2.5)
+
+
+def test_a_single_output_token_has_no_tpot_and_no_gap():
+    figures = run(FakeEngine(Time()), requests(1, 1), concurrency=2).as_dict()
+    assert figures["mean_tpot_ms"] is None
+    assert figures["p99_itl_ms"] is None
+    assert figures["mean_ttft_ms"] == pytest.approx(500)
+
+
+def test_a_failed_request_adds_neither_tokens_nor_latencies():
+    seen: list[RequestTimes | None] = []
+    engine = FakeEngine(Time(), fails={"1": 1, "2": 0})
+    result = run(engine, requests(4, 4, 4), concurrency=3, on_finished=seen.append)
+    assert (result.completed, result.failed, result.errors) == (1, 2, ["broken logits"] * 2)
+    assert (result.total_input_tokens, result.total_output_tokens) == (3, 4)
+    assert len(result.latencies["ttft"]) == len(result.latencies["e2el"]) == 1
+    assert seen.count(None) == 2
+
+
+def test_an_answer_that_ends_early_is_a_failure():
+    class Stops(FakeEngine):
+        def step(self) -> list[SequenceOutput]:
+            super().step()
+            self.queue.clear()
+            return [SequenceOutput("0", (7,), FinishReason.STOP, None, None)]
+
+    result = run(Stops(Time()), requests(4), concurrency=1)
+    assert (result.completed, result.failed) == (0, 1)
+    assert "1 of 4 tokens" in result.errors[0]
+
+
+def test_with_a_rate_the_wait_counts_from_when_a_request_was_due():
+    rate, work = 20.0, requests(*[1] * 8)
+    engine = FakeEngine(Time())
+    result = run(engine, work, concurrency=None, request_rate=rate, seed=3)
+    due = poisson_arrivals(8, rate, 3)
+    now, expected = 0.0, []
+    while len(expected) < 8:
+        now = max(now, due[len(expected)]) + STEP
+        expected += [now - t for t in due[len(expected) :] if t <= now - STEP + 1e-9]
+    assert result.latencies["ttft"] == pytest.approx(expected)
+    assert max(result.latencies["ttft"]) > STEP
+
+
+def test_an_idle_engine_sleeps_until_the_next_arrival():
+    engine = FakeEngine(Time())
+    result = run(engine, requests(*[1] * 5), concurrency=None, request_rate=0.01, seed=0)
+    assert engine.time.slept > 0
+    assert result.max_concurrent_requests == 1
+    assert result.latencies["ttft"] == pytest.approx([STEP] * 5)
+
+
+def test_arrivals_are_poisson_from_their_seed():
+    arrivals = poisson_arrivals(4000, 5.0, 1)
+    assert arrivals == poisson_arrivals(4000, 5.0, 1) != poisson_arrivals(4000, 5.0, 2)
+    assert arrivals[0] == 0.0
+    assert arrivals == sorted(arrivals)
+    gaps = [after - before for before, after in zip(arrivals, arrivals[1:], strict=False)]
+    mean = sum(gaps) / len(gaps)
+    variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
+    assert mean == pytest.approx(0.2, rel=0.1)
+    assert variance == pytest.approx(0.04, rel=0.2)  # of an exponential: the squared mean
+
+
+def test_random_requests_keep_to_their_ranges_and_their_seed():
+    options = {"input_len": 40, "output_len": 20, "range_ratio": 0.5, "vocab_size": 11}
+    work = random_requests(200, seed=5, **options)
+    assert work == random_requests(200, seed=5, **options)
+    assert work != random_requests(200, seed=6, **options)
+    input_lens = {len(request.prompt_token_ids) for request in work}
+    output_lens = {request.params.max_tokens for request in work}
+    assert (min(input_lens), max(input_lens)) == (20, 60)
+    assert (min(output_lens), max(output_lens)) == (10, 30)
+    assert {token for request in work for token in request.prompt_token_ids} == set(range(11))
+    assert all(request.params.ignore_eos and request.params.temperature == 0 for request in work)
+
+
+def test_the_json_has_the_names_that_scripts_know():
+    figures = run(FakeEngine(Time()), requests(3, 3), concurrency=1).as_dict((50, 90, 99, 99.9))
+    for metric in ("ttft", "tpot", "itl", "e2el"):
+        for statistic in ("mean", "median", "std", "p50", "p90", "p99", "p99.9"):
+            assert figures[f"{statistic}_{metric}_ms"] is not None
+    assert figures["duration"] == pytest.approx(3.0)
+    assert figures["request_throughput"] == pytest.approx(2 / 3)
+    assert figures["max_concurrent_requests"] == 1
+
+
+def test_what_can_never_work_is_refused():
+    with pytest.raises(UsageError, match="concurrency 0"):
+        run(FakeEngine(Time()), requests(1), concurrency=0)
+    with pytest.raises(UsageError, match="request rate"):
+        run(FakeEngine(Time()), requests(1), concurrency=1, request_rate=0.0)
+    with pytest.raises(UsageError, match="without requests"):
+        run(FakeEngine(Time()), [], concurrency=1)
+    with pytest.raises(UsageError, match="range ratio"):
+        random_requests(1, input_len=1, output_len=1, range_ratio=1.0, vocab_size=5, seed=0)
+    check_lengths(requests(2, 5), 8)
+    with pytest.raises(CapacityError, match="3 tokens in and 6 out"):
+        check_lengths(requests(2, 6), 8)
+
+
+def test_the_engine_and_the_baseline_do_the_same_work_to_the_token(tiny_model_dir: Path):
+    engine = Engine.from_dir(tiny_model_dir, num_blocks=64, dtype="float32", device="cpu")
+    work = random_requests(5, input_len=12, output_len=6, range_ratio=0.5, vocab_size=300, seed=0)
+    result = run_benchmark(engine, work, concurrency=2)
+    baseline = TransformersBaseline(tiny_model_dir, dtype="float32", device="cpu").run(work, batch_size=2)
+    assert (result.completed, result.failed) == (5, 0)
+    assert result.total_output_tokens == baseline.total_output_tokens
+    expected = [request.params.max_tokens for request in work]
+    assert [len(token_ids) for token_ids in baseline.output_token_ids] == expected
+    assert not engine.has_unfinished()
+    assert engine.stats().num_used_blocks == 0
+    sampled = [BenchmarkRequest([1], SamplingParams(temperature=0.5, max_tokens=2))]
+    with pytest.raises(UsageError, match="greedy"):
+        TransformersBaseline(tiny_model_dir, dtype="float32", device="cpu").run(sampled, batch_size=1)
