@@ -106,8 +106,11 @@ def test_a_missed_gate_adds_nothing_to_the_figures_on_stdout(
         ["generate", "--num-blocks", "0"],
         ["distill", "run"],
         ["distill", "run", "no-such.yaml"],
+        ["distill", "no-such.yaml"],
+        ["distill", "no/such"],
+        ["distill", "--nonsense", "r.yaml"],
         ["distill", "plan"],
-        ["distill", "plan", "--json", "--yaml"],
+        ["distill", "plan", "--schema", "--yaml"],
         ["distill", "show", "no-such-run"],
         ["distill", "run", "r.yaml", "--resume", "--overwrite"],
         ["distill", "run", "r.yaml", "--dry-run", "--resume"],
@@ -124,6 +127,20 @@ def test_a_wrong_command_line_is_exit_2_with_a_hint_and_clean_streams(
     assert shown.err.startswith("error: ")
     assert "bug" not in shown.err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "page"),
+    [
+        (["nonsense"], "tessera"),
+        (["generate", "--nonsense"], "tessera generate"),
+        (["distill", "--nonsense", "r.yaml"], "tessera distill run"),
+        (["distill", "show", "--nonsense"], "tessera distill show"),
+    ],
+)
+def test_the_hint_names_the_help_page(arguments: list[str], page: str, capsys: Capsys) -> None:
+    assert program.run(arguments) == 2
+    assert capsys.readouterr().err.endswith(f"hint: `{page} --help` shows what there is\n")
 
 
 @pytest.mark.parametrize("name", ["TESSERA_DEBUG", "TESSERA_LOG_LEVEL", "HF_HUB_OFFLINE"])

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tessera_cli.cli.output import to_json
-from tessera_cli.cli.prompts import Messages, Prompt
 from tessera_cli.errors import UsageError
 
 if TYPE_CHECKING:
+    from tessera_cli.cli.prompts import Messages, Prompt
     from tessera_cli.serving.llm import RequestOutput
 
 
@@ -30,7 +30,7 @@ class Answer:
 
     index: int
     prompt: str | None
-    messages: Messages | None
+    messages: "Messages | None"
     text: str
     finish_reason: str
     num_prompt_tokens: int
@@ -39,7 +39,7 @@ class Answer:
     error: str | None
 
     @classmethod
-    def of(cls, index: int, prompt: Prompt, output: "RequestOutput") -> "Answer":
+    def of(cls, index: int, prompt: "Prompt", output: "RequestOutput") -> "Answer":
         """The record of what became of `prompt`."""
         completion = output.outputs[0]
         ttft = None if output.metrics is None else output.metrics.ttft

@@ -13,6 +13,7 @@ import typer
 from tessera_cli import __version__
 from tessera_cli.cli import distill
 from tessera_cli.cli.bench import bench
+from tessera_cli.cli.default_command import DEFAULT
 from tessera_cli.cli.environment import env
 from tessera_cli.cli.generate import generate
 from tessera_cli.cli.output import Output
@@ -101,9 +102,7 @@ def _explain(error: Exception, arguments: Sequence[str]) -> TesseraError:
     if isinstance(error, typer.TyperException):
         message = error.format_message().strip().rstrip(".")
         message = message[:1].lower() + message[1:]
-        command = " ".join(["tessera", *(a for a in arguments[:1] if not a.startswith("-"))])
-        known = {name for name in _command_names() if command == f"tessera {name}"}
-        return UsageError(message, hint=f"`{command if known else 'tessera'} --help` shows what there is")
+        return UsageError(message, hint=f"`{_help_page(arguments)}` shows what there is")
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return RunError(f"no space left on the disk: {error.filename or 'output'}", hint="free some space")
     if isinstance(error, MemoryError) or _is_torch_out_of_memory(error):
@@ -117,9 +116,11 @@ def _explain(error: Exception, arguments: Sequence[str]) -> TesseraError:
     )
 
 
-def _command_names() -> list[str]:
-    groups = [group.name for group in app.registered_groups if isinstance(group.name, str)]
-    return groups + [command.name for command in app.registered_commands if command.name is not None]
+def _help_page(arguments: Sequence[str]) -> str:
+    first, second = [*arguments, "", ""][:2]
+    if first == "distill":
+        return f"tessera distill {second if second in distill.COMMANDS else DEFAULT} --help"
+    return f"tessera {first} --help" if first in ("generate", "bench", "env") else "tessera --help"
 
 
 def _is_torch_out_of_memory(error: Exception) -> bool:

@@ -11,10 +11,9 @@ from tessera_cli.cli.answers import check_destination, write_file
 from tessera_cli.cli.bench_report import BenchFormat, check_gates, document, render_runs
 from tessera_cli.cli.loading import load_model
 from tessera_cli.cli.output import Output
-from tessera_cli.cli.prompts import read_prompts
 from tessera_cli.cli.terminal import wants_live
 from tessera_cli.errors import ExitCode, UsageError
-from tessera_cli.serving.workload import DEFAULT_CONCURRENCY
+from tessera_cli.serving.workload import DEFAULT_CONCURRENCY, check_range_ratio, check_rate
 from tessera_cli.settings import Settings
 
 
@@ -41,19 +40,25 @@ def bench(
     ] = None,
     num_prompts: Annotated[
         int | None,
-        typer.Option(min=1, help="[default: 4 x concurrency, or all of --prompt-file]", show_default=False),
+        typer.Option(
+            min=1, metavar="N", help="[default: 4 x concurrency, or all of --prompt-file]", show_default=False
+        ),
     ] = None,
     input_len: Annotated[
         int | None,
-        typer.Option(min=1, help="Random prompt tokens of a request. [default: 128]", show_default=False),
+        typer.Option(
+            min=1, metavar="N", help="Random prompt tokens of a request. [default: 128]", show_default=False
+        ),
     ] = None,
     output_len: Annotated[
-        int, typer.Option(min=1, help="Tokens of an answer; end tokens are ignored.")
+        int, typer.Option(min=1, metavar="N", help="Tokens of an answer; end tokens are ignored.")
     ] = 128,
     range_ratio: Annotated[
         float | None,
         typer.Option(
-            help="Spread of both lengths: uniform within LEN x (1 +- RATIO). [default: 0]", show_default=False
+            metavar="RATIO",
+            help="Spread of both lengths: uniform within LEN x (1 +- RATIO). [default: 0]",
+            show_default=False,
         ),
     ] = None,
     prompt_file: Annotated[
@@ -67,19 +72,24 @@ def bench(
     request_rate: Annotated[
         float | None,
         typer.Option(
-            help="Poisson arrivals per second. [default: as soon as --concurrency allows]", show_default=False
+            metavar="RATE",
+            help="Poisson arrivals per second. [default: as soon as --concurrency allows]",
+            show_default=False,
         ),
     ] = None,
     num_warmups: Annotated[
         int | None,
         typer.Option(
             min=0,
+            metavar="N",
             help="Requests before the clock starts, never counted. [default: concurrency]",
             show_default=False,
         ),
     ] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="Measure this often; the median run is shown.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts, lengths and arrivals.")] = 0,
+    repeat: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Measure this often; the median run is shown.")
+    ] = 1,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of prompts, lengths and arrivals.")] = 0,
     baseline: Annotated[
         Baseline, typer.Option(help="Run the same requests through this too and show the ratio.")
     ] = Baseline.NONE,
@@ -129,6 +139,10 @@ def bench(
 ) -> None:
     """Measure the engine under load.
 
+    \b
+      tessera bench runs/first-light/export --concurrency 1,8,64
+      tessera bench --request-rate 4 --num-prompts 100 --max-ttft-p99 500
+
     TTFT is submission to first token, queueing included; TPOT is (E2EL - TTFT) / (output tokens - 1);
     ITL is every gap between tokens, its percentiles over gaps; throughput is the total over the wall time.
     With --request-rate a request counts as submitted when it was due. A failed request is never counted as a
@@ -144,6 +158,12 @@ def bench(
     percents = parse_percentiles(percentiles)
     if prompt_file is not None and (input_len is not None or range_ratio is not None):
         raise UsageError("--input-len and --range-ratio are for random prompts", hint="or drop --prompt-file")
+    if request_rate is not None:
+        check_rate(request_rate)
+    if range_ratio is not None:
+        check_range_ratio(range_ratio)
+    from tessera_cli.cli.prompts import read_prompts
+
     prompts = None if prompt_file is None else read_prompts([], prompt_file)
     shows_live = wants_live(output.console, live, no_progress=settings.no_progress)
     if _is_default(context, "max_num_seqs"):

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from tessera_cli.cli.output import align, to_json
@@ -76,7 +77,9 @@ def render_runs(runs: Sequence[BenchRun], form: BenchFormat, percentiles: Sequen
         case BenchFormat.CSV:
             records = [_scalars(run.as_dict(percentiles)) for run in runs]
             target = io.StringIO()
-            writer = csv.DictWriter(target, fieldnames=list(records[0]), lineterminator="\n")
+            writer = csv.DictWriter(
+                target, fieldnames=list(dict.fromkeys(chain(*records))), lineterminator="\n"
+            )
             writer.writeheader()
             writer.writerows(records)
             return target.getvalue()
@@ -143,7 +146,7 @@ def _block(run: BenchRun, percentiles: Sequence[float]) -> list[str]:
         cells = [mean, *(result.percentile_ms(metric, percent) for percent in percentiles)]
         lines.append(f"  {metric.upper():<10}" + "".join(f"{_milliseconds(cell):>10}" for cell in cells))
     if run.baseline is not None:
-        ratio = "" if run.ratio is None else f", Tessera is {run.ratio:.2f} times as fast"
+        ratio = "" if run.ratio is None else f", ratio {run.ratio:.2f}"
         lines.append(
             f"transformers  {run.baseline.output_throughput:,.1f} output tok/s "
             f"in batches of {run.baseline.batch_size}{ratio}"

@@ -21,10 +21,11 @@ class DefaultRunGroup(TyperGroup):
             UsageError: the first word is neither a subcommand nor a recipe.
         """
         word = args[0]
-        if word not in self.commands and not ctx.resilient_parsing:
-            if not _can_start_a_run(word):
+        if word not in self.commands:
+            if _can_start_a_run(word):
+                args = [DEFAULT, *args]
+            elif not ctx.resilient_parsing:
                 raise self._neither(ctx.command_path, word)
-            args = [DEFAULT, *args]
         return super().resolve_command(ctx, args)
 
     def _neither(self, command_path: str, word: str) -> UsageError:

@@ -1,6 +1,7 @@
 """`tessera distill`: plan, run, measure and look at distillations; heavy imports inside the commands."""
 
 import json as json_library
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +10,15 @@ import typer
 
 from tessera_cli.cli import options
 from tessera_cli.cli.default_command import DefaultRunGroup
+from tessera_cli.cli.distill_views import (
+    RUN_COLUMNS,
+    evaluation_rows,
+    missed_gates,
+    run_header,
+    run_row,
+    show_plan,
+    show_run,
+)
 from tessera_cli.cli.output import Output
 from tessera_cli.errors import ExitCode, GateError, UsageError
 from tessera_cli.settings import Settings, prepare_process
@@ -24,6 +34,8 @@ app = typer.Typer(
     help="Train a small student from a large teacher.\n\n"
     "`tessera distill RECIPE` means `tessera distill run RECIPE`; its options: `tessera distill run --help`.",
 )
+
+COMMANDS = ("run", "plan", "init", "eval", "show")
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file.", show_default=False)]
 OverridesArgument = Annotated[
@@ -76,9 +88,7 @@ def run(
     tessera distill recipe.yaml --resume
     """
     output = Output.of(json=json, quiet=quiet)
-    settings = Settings.from_env()
-    offline = offline or settings.offline
-    prepare_process(offline=offline)
+    settings = _settings(offline)
     if resume and overwrite:
         raise UsageError("--resume and --overwrite exclude each other")
     if dry_run and (resume or overwrite or output_dir is not None):
@@ -87,7 +97,7 @@ def run(
 
     loaded = load_recipe(recipe, [*(overrides or ()), *(() if seed is None else (f"seed={seed}",))])
     if dry_run:
-        _show_plan(loaded, output, settings, offline)
+        show_plan(loaded, output, settings)
         return
     run_dir = output_dir or (_unfinished(loaded) if resume else _new_run_dir(loaded))
     _train(
@@ -99,9 +109,8 @@ def run(
         resume=resume,
         overwrite=overwrite,
         device=device,
-        offline=offline,
     )
-    _show_run(run_dir, output)
+    show_run(run_dir, output)
 
 
 @app.command()
@@ -121,9 +130,7 @@ def plan(
     Loads no weights.
     """
     output = Output.of(json=json)
-    settings = Settings.from_env()
-    offline = offline or settings.offline
-    prepare_process(offline=offline)
+    settings = _settings(offline)
     if json + yaml + schema > 1:
         raise UsageError("--json, --yaml and --schema exclude each other")
     if schema:
@@ -141,7 +148,7 @@ def plan(
     if yaml:
         output.data(dump_recipe(loaded.recipe), end="")
         return
-    _show_plan(loaded, output, settings, offline)
+    show_plan(loaded, output, settings)
 
 
 @app.command()
@@ -178,10 +185,7 @@ def evaluate(
 ) -> None:
     """Measure a student against its teacher on held-out documents."""
     output = Output.of(json=json)
-    settings = Settings.from_env()
-    offline = offline or settings.offline
-    prepare_process(offline=offline)
-    from tessera_cli.cli.distill_views import evaluation_rows, missed_gates
+    settings = _settings(offline)
     from tessera_cli.distill.pipeline import evaluate_run
 
     figures = evaluate_run(
@@ -190,7 +194,7 @@ def evaluate(
         listener=lambda event: None,
         device=device,
         home=settings.home,
-        offline=offline,
+        offline=settings.offline,
     )
     output.document(figures)
     output.rows(evaluation_rows(figures), header=("", "start", "student"))
@@ -209,9 +213,8 @@ def show(
     """Show one run, or list the runs under ./runs."""
     output = Output.of(json=json)
     if run_dir is not None:
-        _show_run(run_dir, output)
+        show_run(run_dir, output)
         return
-    from tessera_cli.cli.distill_views import RUN_COLUMNS, run_row
     from tessera_cli.distill.run_status import list_runs
 
     runs = list_runs(options.RUNS_DIR)
@@ -220,6 +223,14 @@ def show(
         output.note("no runs under ./runs")
         return
     output.rows([run_row(run) for run in runs], header=RUN_COLUMNS)
+
+
+def _settings(offline: bool) -> Settings:
+    """The process's settings with the command's own --offline, and the process made ready for libraries."""
+    settings = Settings.from_env()
+    settings = replace(settings, offline=offline or settings.offline)
+    prepare_process(offline=settings.offline)
+    return settings
 
 
 def _new_run_dir(loaded: "LoadedRecipe") -> Path:
@@ -238,41 +249,21 @@ def _unfinished(loaded: "LoadedRecipe") -> Path:
     return found.path
 
 
-def _show_plan(loaded: "LoadedRecipe", output: Output, settings: Settings, offline: bool) -> None:
-    from tessera_cli.cli.distill_views import plan_lines
-    from tessera_cli.distill.plan import plan_recipe
-
-    result = plan_recipe(loaded, home=settings.home, offline=offline)
-    origins = {key: str(origin) for key, origin in loaded.origins.items()}
-    output.document({"recipe": loaded.recipe.model_dump(), "origins": origins, "plan": result.as_dict()})
-    for line in plan_lines(loaded, result):
-        output.data(line)
-
-
 def _train(
     loaded: "LoadedRecipe", output: Output, settings: Settings, *, live: bool | None, **arguments: Any
 ) -> None:
-    from tessera_cli.cli.distill_views import run_header
-    from tessera_cli.cli.live import wants_live
     from tessera_cli.cli.output import OutputMode
+    from tessera_cli.cli.terminal import wants_live
     from tessera_cli.cli.training_view import TrainingView
 
+    if output.mode is OutputMode.QUIET and live:
+        raise UsageError("--quiet and --live exclude each other")
     shows_live = wants_live(output.console, live, no_progress=settings.no_progress)
     from tessera_cli.distill.pipeline import run_recipe
 
+    arguments |= {"home": settings.home, "offline": settings.offline}
     if output.mode is OutputMode.QUIET:
-        run_recipe(loaded, listener=lambda event: None, home=settings.home, **arguments)
+        run_recipe(loaded, listener=lambda event: None, **arguments)
         return
-    header = run_header(loaded, arguments["run_dir"])
-    with TrainingView(output.console, shows_live, header) as view:
-        run_recipe(loaded, listener=view.on_event, home=settings.home, **arguments)
-
-
-def _show_run(run_dir: Path, output: Output) -> None:
-    from tessera_cli.cli.distill_views import run_lines
-    from tessera_cli.distill.run_status import read_run
-
-    status = read_run(run_dir)
-    output.document(status.as_dict())
-    for line in run_lines(status):
-        output.data(line)
+    with TrainingView(output.console, shows_live, run_header(loaded, arguments["run_dir"])) as view:
+        run_recipe(loaded, listener=view.on_event, **arguments)

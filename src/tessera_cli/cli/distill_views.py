@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tessera_cli.cli.output import align, show
+from tessera_cli.cli.output import Output, align, show
+from tessera_cli.settings import Settings
 
 if TYPE_CHECKING:
     from tessera_cli.distill.plan import Plan
@@ -40,6 +41,17 @@ def run_header(loaded: "LoadedRecipe", run_dir: Path) -> dict[str, str]:
     }
 
 
+def show_plan(loaded: "LoadedRecipe", output: Output, settings: Settings) -> None:
+    """Write the plan of a recipe."""
+    from tessera_cli.distill.plan import plan_recipe
+
+    result = plan_recipe(loaded, home=settings.home, offline=settings.offline)
+    origins = {key: str(origin) for key, origin in loaded.origins.items()}
+    output.document({"recipe": loaded.recipe.model_dump(), "origins": origins, "plan": result.as_dict()})
+    for line in plan_lines(loaded, result):
+        output.data(line)
+
+
 def plan_lines(loaded: "LoadedRecipe", plan: "Plan") -> list[str]:
     """The plan as a page: models, documents, steps, cost, and every value that is not the default."""
     teacher, student = plan.teacher, plan.student
@@ -72,6 +84,16 @@ def plan_lines(loaded: "LoadedRecipe", plan: "Plan") -> list[str]:
     for note in plan.notes:
         lines += ["", *textwrap.wrap(f"note: {note}", WIDTH, subsequent_indent="  ")]
     return [*lines, "", *_origin_lines(loaded)]
+
+
+def show_run(run_dir: Path, output: Output) -> None:
+    """Write the state of the run in `run_dir`."""
+    from tessera_cli.distill.run_status import read_run
+
+    status = read_run(run_dir)
+    output.document(status.as_dict())
+    for line in run_lines(status):
+        output.data(line)
 
 
 def run_lines(run: "RunStatus") -> list[str]:

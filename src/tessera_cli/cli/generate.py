@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from time import monotonic
@@ -24,13 +23,13 @@ from tessera_cli.cli.answers import (
 from tessera_cli.cli.live import EngineView
 from tessera_cli.cli.loading import LoadedModel, load_model
 from tessera_cli.cli.output import Output
-from tessera_cli.cli.prompts import Messages, Prompt, read_prompts
 from tessera_cli.cli.terminal import wants_live
 from tessera_cli.engine.config import SamplingParams
-from tessera_cli.errors import DataError, ExitCode, RunError, UsageError
+from tessera_cli.errors import ExitCode, RunError, UsageError
 from tessera_cli.settings import Settings
 
 if TYPE_CHECKING:
+    from tessera_cli.cli.prompts import Messages, Prompt
     from tessera_cli.serving.llm import RequestOutput
 
 
@@ -62,17 +61,28 @@ def generate(
         ),
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "--max-new-tokens", min=1, help="Most tokens of an answer.")
+        int,
+        typer.Option(
+            "--max-tokens", "--max-new-tokens", min=1, metavar="N", help="Most tokens of an answer."
+        ),
     ] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total share.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many likeliest tokens; 0 is off.")] = 0,
+    temperature: Annotated[
+        float, typer.Option(min=0, metavar="T", help="0 always takes the likeliest token.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(metavar="P", help="Sample from the likeliest tokens of this total share.")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, metavar="K", help="Sample from this many likeliest tokens; 0 is off.")
+    ] = 0,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on past the end of an answer.")
     ] = False,
     seed: Annotated[
         int,
-        typer.Option(min=0, help="Prompt i samples with SEED + i, so equal prompts get different answers."),
+        typer.Option(
+            min=0, metavar="N", help="Prompt i samples with SEED + i, so equal prompts get different answers."
+        ),
     ] = 0,
     chat: Annotated[
         bool | None,
@@ -132,6 +142,10 @@ def generate(
 ) -> None:
     """Answer prompts with a model.
 
+    \b
+      tessera generate runs/first-light/export -p "Why is the sky blue?"
+      tessera generate --prompt-file prompts.jsonl -o answers.jsonl
+
     Greedy unless --temperature is given. Exit status 1 if any prompt failed. The last line on stderr counts
     prompt and answer tokens over the whole wall time; TTFT is submission to first token, queueing included.
     """
@@ -139,6 +153,8 @@ def generate(
     output = Output.of(json=json_output, quiet=quiet)
     form = _choose_format(answer_format, json_output, output_file, output)
     destination = None if output_file is None else check_destination(output_file)
+    from tessera_cli.cli.prompts import conversations_of, read_prompts, sampling_of
+
     prompts = read_prompts(prompt or [], prompt_file)
     if stream and (len(prompts) > 1 or form is not AnswerFormat.TEXT or output_file is not None):
         raise UsageError("--stream writes one answer, as text, to stdout", hint="leave --stream out")
@@ -191,42 +207,6 @@ def generate(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def sampling_of(prompts: Sequence[Prompt], base: SamplingParams, seed: int) -> list[SamplingParams]:
-    """The sampling of each prompt: `base` with the prompt's own fields, and `seed` plus its index."""
-    return [
-        replace(base, **({"seed": seed + index} | prompt.sampling)) for index, prompt in enumerate(prompts)
-    ]
-
-
-def conversations_of(
-    prompts: Sequence[Prompt], chat: bool | None, system: str | None, has_template: bool
-) -> list[Messages] | None:
-    """What goes through the chat template, or None if the prompts are continued as they are.
-
-    Raises:
-        UsageError: the template, or the lack of it, contradicts the options.
-        DataError: a prompt has messages or a system message where there is no place for them.
-    """
-    if chat is True and not has_template:
-        raise UsageError("--chat: the model has no chat template", hint="use --raw")
-    if chat is False or not has_template:
-        reason = "--raw" if has_template else "the model has no chat template"
-        if system is not None:
-            raise UsageError(f"--system has no place: {reason}", hint="leave --system out")
-        for prompt in prompts:
-            if prompt.text is None:
-                raise DataError(f"{prompt.source}: `messages` has no place: {reason}", hint="give `prompt`")
-        return None
-    beginning = [] if system is None else [{"role": "system", "content": system}]
-    conversations = []
-    for prompt in prompts:
-        messages = prompt.messages or [{"role": "user", "content": prompt.text or ""}]
-        if system is not None and messages[0]["role"] == "system":
-            raise DataError(f"{prompt.source} has a system message of its own", hint="leave --system out")
-        conversations.append([*beginning, *messages])
-    return conversations
-
-
 def _choose_format(
     given: AnswerFormat | None, json_output: bool, output_file: Path | None, output: Output
 ) -> AnswerFormat:
@@ -246,8 +226,8 @@ def _streams(output: Output, num_prompts: int, form: AnswerFormat, output_file: 
 
 def _run(
     model: LoadedModel,
-    prompts: Sequence[Prompt],
-    conversations: list[Messages] | None,
+    prompts: Sequence["Prompt"],
+    conversations: "list[Messages] | None",
     params: list[SamplingParams],
     on_error: OnError,
     on_text: Callable[[int, str], None] | None,
@@ -280,7 +260,7 @@ def _write(
 
 
 def _tell(
-    prompts: Sequence[Prompt], answers: Sequence[Answer], params: Sequence[SamplingParams], output: Output
+    prompts: Sequence["Prompt"], answers: Sequence[Answer], params: Sequence[SamplingParams], output: Output
 ) -> None:
     failed = [pair for pair in zip(prompts, answers, strict=True) if pair[1].error is not None]
     for prompt, answer in failed[:MAX_WARNINGS]:

@@ -3,12 +3,13 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tessera_cli.engine.config import SamplingParams
 from tessera_cli.errors import DataError, UsageError
 
 Messages = list[dict[str, str]]
@@ -71,6 +72,42 @@ def read_prompts(texts: Sequence[str], prompt_file: str | None) -> list[Prompt]:
         if not text.strip():
             raise UsageError(f"--prompt number {index + 1} is empty", hint="give it some text")
     return [Prompt(text, None, {}, f"--prompt number {index + 1}") for index, text in enumerate(texts)]
+
+
+def sampling_of(prompts: Sequence[Prompt], base: SamplingParams, seed: int) -> list[SamplingParams]:
+    """The sampling of each prompt: `base` with the prompt's own fields, and `seed` plus its index."""
+    return [
+        replace(base, **({"seed": seed + index} | prompt.sampling)) for index, prompt in enumerate(prompts)
+    ]
+
+
+def conversations_of(
+    prompts: Sequence[Prompt], chat: bool | None, system: str | None, has_template: bool
+) -> list[Messages] | None:
+    """What goes through the chat template, or None if the prompts are continued as they are.
+
+    Raises:
+        UsageError: the template, or the lack of it, contradicts the options.
+        DataError: a prompt has messages or a system message where there is no place for them.
+    """
+    if chat is True and not has_template:
+        raise UsageError("--chat: the model has no chat template", hint="use --raw")
+    if chat is False or not has_template:
+        reason = "--raw" if has_template else "the model has no chat template"
+        if system is not None:
+            raise UsageError(f"--system has no place: {reason}", hint="leave --system out")
+        for prompt in prompts:
+            if prompt.text is None:
+                raise DataError(f"{prompt.source}: `messages` has no place: {reason}", hint="give `prompt`")
+        return None
+    beginning = [] if system is None else [{"role": "system", "content": system}]
+    conversations = []
+    for prompt in prompts:
+        messages = prompt.messages or [{"role": "user", "content": prompt.text or ""}]
+        if system is not None and messages[0]["role"] == "system":
+            raise DataError(f"{prompt.source} has a system message of its own", hint="leave --system out")
+        conversations.append([*beginning, *messages])
+    return conversations
 
 
 def _read_file(name: str) -> list[Prompt]:

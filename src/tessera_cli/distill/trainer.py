@@ -56,10 +56,10 @@ class Trainer:
         device: str,
         listener: Listener,
     ) -> None:
-        vocabularies = student.head_weight.shape[0], teacher.head_weight.shape[0]
-        if vocabularies[0] != vocabularies[1]:
+        student_vocab, teacher_vocab = student.head_weight.shape[0], teacher.head_weight.shape[0]
+        if student_vocab != teacher_vocab:
             raise ModelError(
-                "the student has {} vocabulary rows and the teacher {}".format(*vocabularies),
+                f"the student has {student_vocab} vocabulary rows and the teacher {teacher_vocab}",
                 hint="start the student from this teacher's layers",
             )
         if any(parameter.dtype != torch.float32 for parameter in student.parameters()):

@@ -83,7 +83,8 @@ def select_max_model_len(
     _check_block_size(block_size)
     if num_blocks < 2:
         raise CapacityError(
-            f"num_blocks={num_blocks} leaves no block to use", hint="block 0 is the null block; give at least 2"
+            f"num_blocks={num_blocks} leaves no block to use",
+            hint="block 0 is the null block; give at least 2",
         )
     if given is not None:
         check_positions(given, model)

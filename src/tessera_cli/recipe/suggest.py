@@ -9,7 +9,7 @@ from tessera_cli.recipe.document import KeyPath, dotted
 from tessera_cli.recipe.schema import Recipe
 
 # What other distillation and fine-tuning tools call the same thing.
-_OTHER_NAMES = {
+OTHER_NAMES = {
     "lr": "train.learning_rate",
     "batch_size": "train.micro_batch_size",
     "per_device_train_batch_size": "train.micro_batch_size",
@@ -85,7 +85,7 @@ def suggest(path: KeyPath) -> str:
     if key in siblings:
         return f"{unknown}, did you mean `{key}`?"
     elsewhere = [name for name in key_schemas() if name.rpartition(".")[2] == key and "*" not in name]
-    target = _OTHER_NAMES.get(key) or (elsewhere[0] if len(elsewhere) == 1 else None)
+    target = OTHER_NAMES.get(key) or (elsewhere[0] if len(elsewhere) == 1 else None)
     if target is None and (close := difflib.get_close_matches(key, siblings, n=1)):
         target = prefix + close[0]
     if target is None and len(elsewhere) > 1:

@@ -33,8 +33,7 @@ def random_requests(
     """
     if input_len < 1 or output_len < 1:
         raise UsageError(f"a benchmark of {input_len} tokens in and {output_len} out", hint="use 1 or more")
-    if not 0 <= range_ratio < 1:
-        raise UsageError(f"range ratio {range_ratio} is outside [0, 1)", hint="0 makes all lengths equal")
+    check_range_ratio(range_ratio)
     generator = random.Random(seed)
 
     def length(mean: int) -> int:
@@ -77,10 +76,19 @@ def poisson_arrivals(num_requests: int, rate: float | None, seed: int) -> list[f
     """
     if rate is None:
         return None
-    if not 0 < rate < math.inf:
-        raise UsageError(
-            f"request rate {rate} is not a positive number", hint="requests per second, such as 2.5"
-        )
+    check_rate(rate)
     generator = random.Random(seed)
     gaps = (generator.expovariate(rate) for _ in range(num_requests - 1))
     return list(accumulate(gaps, initial=0.0))
+
+
+def check_range_ratio(range_ratio: float) -> None:
+    """Refuse, with a UsageError, a spread that could make a length zero or negative."""
+    if not 0 <= range_ratio < 1:
+        raise UsageError(f"range ratio {range_ratio} is outside [0, 1)", hint="0 makes all lengths equal")
+
+
+def check_rate(rate: float) -> None:
+    """Refuse, with a UsageError, a request rate that is not a positive, finite number."""
+    if not 0 < rate < math.inf:
+        raise UsageError(f"request rate {rate} is not a positive number", hint="per second, such as 2.5")

@@ -170,6 +170,16 @@ def test_a_diverged_step_touches_no_weight(poison: str) -> None:
     assert trainer.step == 1
 
 
+def test_a_gradient_that_is_not_finite_touches_no_weight() -> None:
+    student = make_decoder(2)
+    trainer = make_trainer(student, make_decoder(1))
+    student.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+    before = copy_weights(student)
+    with pytest.raises(RunError, match=r"diverged at step 1: loss \d.*, gradient norm (nan|inf)"):
+        trainer.train_step(make_steps(1)[0])
+    assert_same_bits(copy_weights(student), before)
+
+
 def test_accelerate_is_not_steered_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     (step,) = make_steps(1)
     plain, steered = make_decoder(2), make_decoder(2)

@@ -1,4 +1,4 @@
-"""The runner: one token per sequence that samples, the same on every run, and no state of its own but the cache."""
+"""The runner: one token per sequence that samples, the same on every run, and no state but the cache."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -69,6 +69,12 @@ def test_a_document_has_no_gradient_in_another_one() -> None:
         assert tensor.grad[:6].count_nonzero() == tensor.grad[18:].count_nonzero() == 0
 
 
+def test_padding_at_most_doubles_the_tokens() -> None:
+    lengths = [1000, *range(1, 40), *[64] * 9]
+    cu_seqlens = [sum(lengths[:count]) for count in range(len(lengths) + 1)]
+    assert PackedAttention(cu_seqlens)._num_slots < 2 * cu_seqlens[-1]
+
+
 @pytest.mark.parametrize("cu_seqlens", [[], [0], [1, 4], [0, 4, 4], [0, 5, 3]])
 def test_bounds_that_describe_no_documents_are_refused(cu_seqlens: list[int]) -> None:
     with pytest.raises(ValueError, match="cu_seqlens must start at 0 and increase"):

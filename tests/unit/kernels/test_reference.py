@@ -13,7 +13,7 @@ HEAD_DIM = 8
 
 
 class Scene:
-    """Sequences with random histories in a shuffled pool: `lengths` tokens, the last `queries` of them new."""
+    """Sequences with random histories in a shuffled pool; of `lengths` tokens the last `queries` are new."""
 
     def __init__(
         self,

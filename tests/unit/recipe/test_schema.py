@@ -7,8 +7,7 @@ from pydantic import ValidationError
 from tessera_cli.errors import RecipeError
 from tessera_cli.recipe.loader import load_recipe
 from tessera_cli.recipe.schema import LossSection, Recipe
-from tessera_cli.recipe.suggest import _OTHER_NAMES as other_names
-from tessera_cli.recipe.suggest import key_schemas
+from tessera_cli.recipe.suggest import OTHER_NAMES, key_schemas
 
 Write = Callable[[str], Path]
 
@@ -75,6 +74,6 @@ def test_every_key_is_described() -> None:
 
 
 def test_other_tools_names_lead_to_keys_that_exist() -> None:
-    assert set(other_names.values()) <= set(key_schemas())
+    assert set(OTHER_NAMES.values()) <= set(key_schemas())
     own = {key.rpartition(".")[2] for key in key_schemas()}
-    assert own.isdisjoint(other_names)
+    assert own.isdisjoint(OTHER_NAMES)

@@ -1,6 +1,7 @@
-"""The load really is what it says, and what is measured is what happened, on an engine whose time is made up."""
+"""The load is what it says and what is measured is what happened, on an engine whose time is made up."""
 
 from collections import deque
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -156,7 +157,7 @@ def test_arrivals_are_poisson_from_their_seed():
     assert arrivals == poisson_arrivals(4000, 5.0, 1) != poisson_arrivals(4000, 5.0, 2)
     assert arrivals[0] == 0.0
     assert arrivals == sorted(arrivals)
-    gaps = [after - before for before, after in zip(arrivals, arrivals[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(arrivals)]
     mean = sum(gaps) / len(gaps)
     variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
     assert mean == pytest.approx(0.2, rel=0.1)

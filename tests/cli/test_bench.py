@@ -1,0 +1,208 @@
+"""`tessera bench` end to end on a tiny model: formats, gates, sweeps, and what is refused."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from tessera_cli.cli.app import run
+from tessera_cli.cli.bench import parse_concurrency, parse_percentiles
+from tessera_cli.cli.bench_report import BenchFormat, BenchRun, check_gates, render_runs
+from tessera_cli.errors import ExitCode, GateError, UsageError
+from tessera_cli.serving.baseline import BaselineResult
+from tessera_cli.serving.benchmark import BenchmarkResult
+
+SMALL = [
+    "--num-blocks",
+    "64",
+    "--input-len",
+    "8",
+    "--output-len",
+    "4",
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+]
+
+
+@pytest.fixture
+def tessera(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]):
+    """Runs `tessera bench` on the tiny model; the exit code, stdout and stderr."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = run(["bench", str(tiny_model_dir), *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def result(output_throughput: float = 100.0, *, ttft: float = 0.2, failed: int = 0) -> BenchmarkResult:
+    return BenchmarkResult(
+        completed=4,
+        failed=failed,
+        total_input_tokens=40,
+        total_output_tokens=200,
+        duration=200 / output_throughput,
+        max_concurrent_requests=2,
+        preemptions=0,
+        latencies={"ttft": [ttft] * 4, "tpot": [0.01] * 4, "itl": [0.01] * 196, "e2el": [1.0] * 4},
+        errors=["broken"] * failed,
+    )
+
+
+def bench_run(*repeats: BenchmarkResult, concurrency: int = 2, baseline: float | None = None) -> BenchRun:
+    compared = None if baseline is None else BaselineResult(2, 200 / baseline, 200, [])
+    return BenchRun(concurrency, list(repeats), compared, {"config": {"seed": 0}})
+
+
+def test_json_is_one_document_with_the_known_keys(tessera):
+    code, out, _ = tessera(*SMALL, "--concurrency", "3", "--json", "--percentiles", "50,99.9")
+    figures = json.loads(out)
+    assert code == ExitCode.SUCCESS
+    assert (figures["completed"], figures["failed"], figures["max_concurrency"]) == (12, 0, 3)
+    assert (figures["total_input_tokens"], figures["total_output_tokens"]) == (96, 48)
+    assert figures["max_concurrent_requests"] == 3
+    assert figures["p99.9_ttft_ms"] >= figures["p50_ttft_ms"] > 0
+    assert figures["config"]["num_warmups"] == 3
+    assert {"tessera", "torch", "python"} <= set(figures["versions"])
+    assert figures["device"]["type"] == "cpu"
+
+
+def test_a_sweep_and_a_file_hold_every_concurrency(tessera, tmp_path: Path):
+    target = tmp_path / "sweep.csv"
+    code, out, err = tessera(*SMALL, "--concurrency", "1,2", "--num-prompts", "4", "-o", str(target))
+    assert code == ExitCode.SUCCESS
+    assert out.count("TTFT ") == 2 + 2
+    rows = list(csv.DictReader(io.StringIO(target.read_text())))
+    assert [row["max_concurrency"] for row in rows] == ["1", "2"]
+    assert [row["total_output_tokens"] for row in rows] == ["16", "16"]
+    assert not {"\x1b", "\r"} & set(out + err)
+
+
+def test_prompts_of_a_file_are_each_used_once(tessera, tmp_path: Path):
+    prompts = tmp_path / "p.jsonl"
+    lines = [{"prompt": "The quick", "max_tokens": 2}, {"messages": [{"role": "user", "content": "Hi"}]}]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    options = ["--num-blocks", "64", "--output-len", "3", "--concurrency", "2", "--prompt-file", str(prompts)]
+    figures = json.loads(tessera(*options, "--json")[1])
+    assert (figures["completed"], figures["total_output_tokens"]) == (2, 5)
+    code, _, err = tessera(*options, "--num-prompts", "3")
+    assert code == ExitCode.USAGE
+    assert "more than the 2" in err
+
+
+def test_a_rate_has_no_limit_in_flight_unless_one_is_given(tessera):
+    options = (*SMALL, "--num-prompts", "3", "--request-rate", "1000", "--num-warmups", "0", "--json")
+    figures = json.loads(tessera(*options)[1])
+    assert (figures["completed"], figures["max_concurrency"]) == (3, None)
+    assert figures["config"]["request_rate"] == 1000
+    figures = json.loads(tessera(*options, "--concurrency", "1")[1])
+    assert figures["max_concurrent_requests"] == 1
+
+
+def test_more_sequences_are_allowed_for_a_higher_concurrency(tessera):
+    def max_num_seqs(*arguments: str) -> int:
+        options = (*SMALL, "--num-prompts", "2", "--num-warmups", "0", "--json", "--concurrency", "300")
+        return json.loads(tessera(*options, *arguments)[1])["config"]["max_num_seqs"]
+
+    assert max_num_seqs() == 300
+    assert max_num_seqs("--max-num-seqs", "256") == 256
+
+
+def test_a_missed_gate_is_exit_3_after_the_figures(tessera):
+    options = (*SMALL, "--concurrency", "1", "--num-prompts", "2", "--json")
+    code, out, err = tessera(*options, "--min-output-throughput", "1e12", "--max-ttft-p99", "1e12")
+    assert code == ExitCode.GATE
+    assert json.loads(out)["completed"] == 2
+    assert "below" in err
+    assert "above" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--concurrency", "0"], "--concurrency"),
+        (["--concurrency", "1,x"], "--concurrency"),
+        (["--percentiles", "101"], "--percentiles"),
+        (["--input-len", "4", "--prompt-file", "p.txt"], "random prompts"),
+        (["--range-ratio", "1"], "range ratio"),
+        (["--request-rate", "0"], "request rate"),
+        (["--json", "--format", "md"], "--json contradicts"),
+        (["-o", "results.xml"], "suffix"),
+        (["--input-len", "400", "--output-len", "200"], "longer than 512"),
+    ],
+)
+def test_a_wrong_command_line_is_told_before_any_request(tessera, arguments: list[str], says: str):
+    code, _, err = tessera("--num-blocks", "64", *arguments)
+    assert code == ExitCode.USAGE
+    assert says in err
+    assert "state=" not in err
+    assert "warm-up" not in err
+
+
+def test_quiet_leaves_the_figures_alone(tessera):
+    code, out, err = tessera(*SMALL, "--concurrency", "1", "--num-prompts", "1", "-q")
+    assert (code, err) == (ExitCode.SUCCESS, "")
+    assert "output tok/s" in out
+
+
+def test_the_median_repeat_is_shown_whole_with_the_spread():
+    run = bench_run(result(90), result(120), result(100))
+    assert run.result.output_throughput == pytest.approx(100)
+    assert bench_run(result(90), result(100)).result.output_throughput == pytest.approx(90)
+    text = render_runs([run], BenchFormat.TABLE, (50,))
+    assert "min 90.0, max 120.0 of 3 runs" in text
+    assert run.as_dict((50,))["repeat_output_throughput"] == pytest.approx([90, 120, 100])
+
+
+def test_the_ratio_is_only_told_of_equal_work():
+    assert bench_run(result(100), baseline=40).ratio == pytest.approx(2.5)
+    assert "ratio 2.50" in render_runs([bench_run(result(100), baseline=40)], BenchFormat.TABLE, (50,))
+    assert bench_run(result(100, failed=1), baseline=40).ratio is None
+
+
+def test_every_format_has_every_run():
+    runs = [bench_run(result(100), concurrency=1), bench_run(result(300), concurrency=8, baseline=100)]
+    markdown = render_runs(runs, BenchFormat.MD, (50, 99)).splitlines()
+    assert len(markdown) == 4
+    assert len({line.count("|") for line in markdown}) == 1
+    assert "3.00x" in markdown[3]
+    rows = list(csv.DictReader(io.StringIO(render_runs(runs, BenchFormat.CSV, (50,)))))
+    assert [row["max_concurrency"] for row in rows] == ["1", "8"]
+    assert float(rows[1]["baseline.ratio"]) == pytest.approx(3)
+    document = json.loads(render_runs(runs, BenchFormat.JSON, (50,)))
+    assert [one["max_concurrency"] for one in document["results"]] == [1, 8]
+    table = render_runs(runs, BenchFormat.TABLE, (50, 90, 99))
+    assert max(map(len, table.splitlines())) <= 80
+
+
+def test_gates_hold_for_every_run_and_name_every_miss():
+    runs = [bench_run(result(100, ttft=0.2), concurrency=1), bench_run(result(300, ttft=0.9), concurrency=8)]
+    check_gates(runs, max_ttft_p99=900.0, min_output_throughput=100.0)
+    with pytest.raises(GateError) as caught:
+        check_gates(runs, max_ttft_p99=500, min_output_throughput=200)
+    assert "100.0 is below" not in caught.value.message
+    assert "p99 TTFT 900.0 ms is above 500 ms at concurrency 8" in caught.value.message
+    assert "output 100.0 tok/s is below 200 at concurrency 1" in caught.value.message
+    unmeasured = BenchmarkResult(
+        0, 1, 0, 0, 1.0, 1, 0, {m: [] for m in ("ttft", "tpot", "itl", "e2el")}, ["x"]
+    )
+    with pytest.raises(GateError, match="unmeasured"):
+        check_gates([bench_run(unmeasured)], max_ttft_p99=1e9, min_output_throughput=None)
+
+
+def test_lists_are_read_strictly():
+    assert parse_concurrency(None, None) == [64]
+    assert parse_concurrency(None, 2.0) == [None]
+    assert parse_concurrency("1,8,64", None) == [1, 8, 64]
+    assert parse_percentiles("50,99.9") == [50.0, 99.9]
+    for text in ("", "1,1", "1.5", "1,,2"):
+        with pytest.raises(UsageError):
+            parse_concurrency(text, None)
+    for text in ("", "-1", "nan"):
+        with pytest.raises(UsageError):
+            parse_percentiles(text)

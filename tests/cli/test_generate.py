@@ -1,0 +1,223 @@
+"""`tessera generate` end to end on a tiny model: records, order, streams, files and exit codes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tessera_cli.cli.answers import Answer, cut_notes, write_file
+from tessera_cli.cli.app import run
+from tessera_cli.cli.prompts import Prompt, conversations_of, sampling_of
+from tessera_cli.engine.config import SamplingParams
+from tessera_cli.engine.engine import Engine
+from tessera_cli.errors import DataError, ExitCode, UsageError
+
+ENGINE = ["--num-blocks", "128", "--max-num-seqs", "8", "--device", "cpu", "--dtype", "float32"]
+
+
+@pytest.fixture
+def tessera(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]):
+    """Runs `tessera generate` on the tiny model; the exit code, stdout and stderr."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = run(["generate", str(tiny_model_dir), *ENGINE, *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def prompt(
+    text: str | None = None, messages: list[dict[str, str]] | None = None, **sampling: object
+) -> Prompt:
+    return Prompt(text, messages, sampling, "prompts.jsonl line 1")
+
+
+def records(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_pipe_gets_one_record_per_prompt_in_order_and_nothing_else(tessera):
+    code, out, err = tessera("-p", "Pages of keys", "-p", "The quick", "--max-tokens", "5", "--ignore-eos")
+    assert code == ExitCode.SUCCESS
+    first, second = records(out)
+    assert [(r["index"], r["prompt"]) for r in (first, second)] == [(0, "Pages of keys"), (1, "The quick")]
+    for record in (first, second):
+        assert record["finish_reason"] == "length"
+        assert record["num_output_tokens"] == 5
+        assert record["num_prompt_tokens"] > 0
+        assert record["ttft_ms"] > 0
+        assert record["error"] is None
+    assert "2 of 2 answers are cut by --max-tokens" in err
+    assert err.splitlines()[-1].startswith("2 prompts, ")
+    assert not {"\x1b", "\r"} & set(out + err)
+
+
+def test_together_gives_what_each_prompt_gives_alone(tessera):
+    options = ("--max-tokens", "6", "--ignore-eos", "--raw")
+    texts = ["The quick", "Pages of keys and values", "日本"]
+    together = tessera(*(part for text in texts for part in ("-p", text)), *options)[1]
+    alone = [records(tessera("-p", text, *options)[1])[0]["text"] for text in texts]
+    assert [record["text"] for record in records(together)] == alone
+
+
+def test_equal_prompts_sample_differently_and_repeatably(tessera):
+    options = ("-p", "The", "-p", "The", "--temperature", "2", "--max-tokens", "12", "--ignore-eos")
+    first, again = tessera(*options)[1], tessera(*options)[1]
+    texts = [record["text"] for record in records(first)]
+    assert texts[0] != texts[1]
+    assert texts == [record["text"] for record in records(again)]
+    shifted = [record["text"] for record in records(tessera(*options, "--seed", "1")[1])]
+    assert shifted[0] == texts[1]
+
+
+def test_a_prompt_that_is_too_long_fails_alone(tessera, tmp_path: Path):
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("The quick\n" + "long " * 600 + "\nPages\n")
+    code, out, err = tessera("--prompt-file", str(prompts), "--max-tokens", "3")
+    assert code == ExitCode.FAILED
+    good, bad, last = records(out)
+    assert bad["finish_reason"] == "error"
+    assert bad["error"]
+    assert (good["error"], last["error"]) == (None, None)
+    assert f"warning: {prompts} line 2 failed: " in err
+    assert "3 prompts (1 failed)" in err
+
+
+def test_on_error_fail_stops_and_writes_nothing(tessera, tmp_path: Path):
+    target = tmp_path / "out.jsonl"
+    code, out, err = tessera("-p", "long " * 600, "-p", "a", "--on-error", "fail", "-o", str(target))
+    assert (code, out) == (ExitCode.FAILED, "")
+    assert "error: a prompt failed" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "txt"])
+def test_a_file_gets_the_format_of_its_suffix(tessera, tmp_path: Path, suffix: str):
+    target = tmp_path / f"out.{suffix}"
+    target.write_text("old")
+    code, out, _ = tessera("-p", "The", "-p", "A", "--max-tokens", "2", "-o", str(target))
+    assert (code, out) == (ExitCode.SUCCESS, "")
+    text = target.read_text()
+    if suffix == "json":
+        assert [answer["index"] for answer in json.loads(text)["answers"]] == [0, 1]
+    elif suffix == "jsonl":
+        assert [record["index"] for record in records(text)] == [0, 1]
+    else:
+        assert text.startswith("[0] The\n")
+        assert "\n\n[1] A\n" in text
+    assert [path.name for path in tmp_path.iterdir()] == [target.name]
+
+
+def test_json_is_one_document_with_answers_and_summary(tessera, tmp_path: Path):
+    code, out, _ = tessera("-p", "The", "--max-tokens", "2", "--json")
+    document = json.loads(out)
+    assert code == ExitCode.SUCCESS
+    assert document["summary"]["completed"] == len(document["answers"]) == 1
+    target = tmp_path / "a.jsonl"
+    out = tessera("-p", "The", "--max-tokens", "2", "--json", "-o", str(target))[1]
+    assert json.loads(out)["output"] == str(target)
+
+
+def test_streamed_text_is_the_text(tessera):
+    options = ("-p", "日本語と中文", "--max-tokens", "20", "--format", "text", "--ignore-eos")
+    streamed, whole = tessera(*options, "--stream"), tessera(*options, "--no-stream")
+    assert streamed[1] == whole[1]
+    assert streamed[1].endswith("\n")
+    assert len(streamed[1]) > 1
+
+
+def test_messages_and_a_system_message_change_the_prompt(tessera, tmp_path: Path):
+    prompts = tmp_path / "p.jsonl"
+    lines = [
+        {"prompt": "Hi"},
+        {"messages": [{"role": "user", "content": "Hi"}]},
+        {"prompt": "Hi", "max_tokens": 1},
+    ]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    plain = records(tessera("--prompt-file", str(prompts), "--max-tokens", "4", "--ignore-eos")[1])
+    assert plain[0]["text"] == plain[1]["text"]
+    assert plain[1]["messages"] == lines[1]["messages"]
+    assert [record["num_output_tokens"] for record in plain] == [4, 4, 1]
+    with_system = records(tessera("-p", "Hi", "--system", "Be kind", "--max-tokens", "4")[1])
+    raw = records(tessera("-p", "Hi", "--raw", "--max-tokens", "4")[1])
+    counts = [plain[0]["num_prompt_tokens"], with_system[0]["num_prompt_tokens"], raw[0]["num_prompt_tokens"]]
+    assert counts[2] < counts[0] < counts[1]
+
+
+def test_ctrl_c_leaves_the_file_as_it_was(tessera, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    target = tmp_path / "out.jsonl"
+    target.write_text("old")
+    steps = Engine.step
+
+    def interrupted(self: Engine) -> list:
+        if self.stats().num_steps == 2:
+            raise KeyboardInterrupt
+        return steps(self)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    code, _, err = tessera("-p", "The", "-p", "A", "--max-tokens", "9", "--ignore-eos", "-o", str(target))
+    assert code == ExitCode.INTERRUPTED
+    assert target.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    assert "state=stopped" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "no prompt"),
+        (["-p", "a", "--prompt-file", "b.txt"], "both"),
+        (["-p", "a", "--format", "jsonl", "--json"], "--json contradicts"),
+        (["-p", "a", "-p", "b", "--stream"], "--stream"),
+        (["-p", "a", "--live"], "--live"),
+        (["-p", "a", "-o", "none/out.txt"], "no such directory"),
+        (["-p", "a", "-o", "/dev/null"], "not a file"),
+        (["-p", "a", "--top-p", "0"], "top_p"),
+        (["-p", "a", "--raw", "--system", "b"], "--system"),
+    ],
+)
+def test_a_wrong_command_line_is_told_before_any_work(tessera, arguments: list[str], says: str):
+    code, _, err = tessera(*arguments)
+    assert code == ExitCode.USAGE
+    assert says in err
+    assert "hint: " in err
+
+
+def test_prompt_i_samples_with_seed_plus_i_unless_it_has_its_own():
+    base = SamplingParams(temperature=1.0, max_tokens=9)
+    params = sampling_of([prompt("a"), prompt("b", seed=3, max_tokens=2), prompt("c")], base, 10)
+    assert [(one.seed, one.max_tokens) for one in params] == [(10, 9), (3, 2), (12, 9)]
+
+
+def test_what_has_no_place_in_the_template_is_refused():
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert conversations_of([prompt("a")], None, None, has_template=False) is None
+    assert conversations_of([prompt("a")], False, None, has_template=True) is None
+    with pytest.raises(UsageError, match="no chat template"):
+        conversations_of([prompt("a")], True, None, has_template=False)
+    with pytest.raises(DataError, match="line 1: `messages`"):
+        conversations_of([prompt(messages=chat)], False, None, has_template=True)
+    with pytest.raises(DataError, match="system message of its own"):
+        conversations_of([prompt(messages=chat)], None, "t", has_template=True)
+
+
+def test_what_cut_an_answer_is_named():
+    def answer(reason: str, num_tokens: int) -> Answer:
+        return Answer(0, "p", None, "t", reason, 3, num_tokens, 1.0, None)
+
+    notes = cut_notes([answer("length", 8), answer("length", 5), answer("stop", 8)], [8, 8, 8])
+    assert notes == [
+        "1 of 3 answers is cut by --max-tokens (finish_reason length)",
+        "1 of 3 answers is cut by --max-model-len (finish_reason length)",
+    ]
+    assert cut_notes([answer("stop", 8)], [8]) == []
+
+
+def test_a_file_that_cannot_be_written_whole_is_not_touched(tmp_path: Path):
+    target = tmp_path / "a.txt"
+    target.write_text("old")
+    with pytest.raises(UnicodeEncodeError):
+        write_file(target, "good then \ud800")
+    assert target.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

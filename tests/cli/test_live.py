@@ -1,0 +1,176 @@
+"""The live table: what it says, that it fits, and that a pipe gets plain lines."""
+
+import io
+from dataclasses import dataclass, field, replace
+
+import pytest
+from rich.console import Console
+
+from tessera_cli.cli.live import EngineView, Rate
+from tessera_cli.cli.terminal import Glyphs, bar, clock_text, key_values, rows, wants_live
+from tessera_cli.engine.stats import EngineStats
+from tessera_cli.errors import UsageError
+
+IDLE = EngineStats(
+    num_running=0,
+    num_waiting=0,
+    num_preemptions=2,
+    num_finished=0,
+    num_failed=0,
+    num_blocks=512,
+    num_used_blocks=0,
+    block_size=16,
+    prompt_tokens=1000,
+    generation_tokens=500,
+    num_steps=9,
+)
+BUSY = replace(
+    IDLE, num_running=64, num_waiting=128, num_preemptions=5, num_used_blocks=366, prompt_tokens=49_120
+)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@dataclass
+class Times:
+    ttft: float | None = 0.212
+    tpot: float | None = 0.031
+    itl: list[float] = field(default_factory=lambda: [0.030, 0.036])
+    e2el: float | None = 4.12
+
+
+def view(console: Console, clock: Clock, *, live: bool) -> EngineView:
+    title = ["tessera bench", "a-student-with-a-long-name", "cpu float32"]
+    return EngineView(console, live=live, title=title, num_requests=512, start=IDLE, clock=clock)
+
+
+def fed(console: Console, *, live: bool) -> EngineView:
+    clock = Clock()
+    shown = view(console, clock, live=live)
+    shown.on_step(replace(BUSY, prompt_tokens=1000, generation_tokens=500))
+    clock.now = 10.0
+    shown.on_finished(Times())
+    shown.on_finished(None)
+    shown.on_step(replace(BUSY, generation_tokens=19_840))
+    clock.now = 42.0
+    return shown
+
+
+@pytest.mark.parametrize("width", [200, 80, 60])
+def test_every_figure_is_there_and_no_line_is_wider_than_the_terminal(width: int):
+    text = fed(Console(file=io.StringIO(), width=width), live=False).render().plain
+    assert max(map(len, text.split("\n"))) < min(width, 80)
+    for figure in ("running 64", "waiting 128", "preempted 3", "done 1/512", "failed 1", "71.5%"):
+        assert figure in text
+    for figure in ("366/512 blocks", "prompt 4,812", "gen 1,934", "generated 19,340", "00:42", "212.0"):
+        assert figure in text
+
+
+def test_an_ascii_terminal_gets_ascii():
+    class Ascii(io.StringIO):
+        encoding = "ascii"
+
+    text = fed(Console(file=Ascii(), width=80), live=False).render().plain
+    assert text.isascii()
+    assert "#" in text
+
+
+def test_names_with_brackets_are_shown_as_they_are():
+    shown = EngineView(
+        Console(file=io.StringIO()), live=False, title=["[red]m[/red]"], num_requests=1, start=IDLE
+    )
+    assert "[red]m[/red]" in shown.render().plain
+
+
+def test_plain_lines_come_at_changes_of_state_and_every_interval():
+    file, clock = io.StringIO(), Clock()
+    with view(Console(file=file, width=40), clock, live=False) as shown:
+        for step in range(121):
+            clock.now = step / 10
+            preemptions = 2 if step < 73 else 3
+            shown.on_step(replace(BUSY, num_preemptions=preemptions, generation_tokens=500 + step))
+    lines = file.getvalue().splitlines()
+    states = [dict(pair.split("=", 1) for pair in line.split()) for line in lines]
+    assert [fields.get("state") for fields in states] == ["started", None, "preempting", "done"]
+    assert [fields["elapsed"] for fields in states] == ["0.0", "5.0", "7.3", "12.0"]
+    assert states[1]["output_throughput"] == "10.0"
+    assert states[3]["peak_kv_cache_usage"] == "0.715"
+    assert not {"\x1b", "\r"} & set(file.getvalue())
+
+
+def test_an_error_is_told_as_stopped():
+    file = io.StringIO()
+    with pytest.raises(KeyboardInterrupt), view(Console(file=file), Clock(), live=False):
+        raise KeyboardInterrupt
+    assert file.getvalue().startswith("state=stopped ")
+
+
+def test_a_terminal_is_redrawn_four_times_a_second_and_keeps_the_last_frame():
+    file, clock = Terminal(), Clock()
+    console = Console(file=file, force_terminal=True, width=80, _environ={})
+    with view(console, clock, live=True) as shown:
+        before = file.getvalue().count("tokens/s")
+        for step in range(1000):
+            clock.now = step / 500
+            shown.on_step(replace(BUSY, generation_tokens=step))
+        frames = file.getvalue().count("tokens/s") - before
+        clock.now = 2.0
+    assert frames == 7
+    assert "(in all)" in file.getvalue()[-900:]
+
+
+def test_the_rate_slides_over_ten_seconds():
+    rate = Rate()
+    assert rate.value() is None
+    for second in range(31):
+        rate.add(float(second), 100 * min(second, 20))
+    assert rate.value() == 0.0
+    rate.add(31.0, 2500)
+    assert rate.value() == pytest.approx(50.0)
+
+
+def test_the_rate_says_nothing_from_a_moment():
+    rate = Rate()
+    rate.add(0.0, 0)
+    rate.add(0.01, 64)
+    assert rate.value() is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_terminal", "no_progress", "expected"),
+    [
+        ({"TERM": "xterm"}, True, False, True),
+        ({"TERM": "xterm"}, True, True, False),
+        ({"TERM": "dumb"}, True, False, False),
+        ({"TERM": "xterm", "FORCE_COLOR": "1"}, False, False, False),
+    ],
+)
+def test_only_a_capable_terminal_is_redrawn(
+    environ: dict[str, str], is_terminal: bool, no_progress: bool, expected: bool
+):
+    console = Console(file=Terminal() if is_terminal else io.StringIO(), _environ=environ)
+    assert wants_live(console, None, no_progress=no_progress) is expected
+    assert wants_live(console, False, no_progress=no_progress) is False
+
+
+def test_asking_for_live_without_a_terminal_is_an_error():
+    with pytest.raises(UsageError, match="--live"):
+        wants_live(Console(file=io.StringIO()), True, no_progress=False)
+
+
+def test_layout():
+    assert clock_text(59.9) == "00:59"
+    assert clock_text(3725) == "1:02:05"
+    assert key_values(a=1, b=None, c="x y") == 'a=1 c="x y"'
+    assert rows("a", ["one", "two", "three"], 24) == [" a          one   two", "            three"]
+    assert [bar(share, 4, Glyphs("#", "-")) for share in (0.0, 0.5, 1.0)] == ["----", "##--", "####"]
