@@ -63,6 +63,7 @@ def run_to_end(engine: Engine) -> dict[str, Finished]:
             finished.error = output.error
         engine._scheduler.check_invariants()
     assert engine.stats().num_used_blocks == 0
+    assert not engine._requests
     return outputs
 
 

@@ -13,7 +13,7 @@ from tessera_cli.distill.layer_choice import important_layers
 from tessera_cli.kernels.packed import PackedAttention
 from tessera_cli.models.decoder import Decoder
 
-CALIBRATION_TOKENS = 16_384
+CALIBRATION_TOKENS = 4_096
 
 
 def build_student(teacher: Decoder, layers: Sequence[int]) -> Decoder:

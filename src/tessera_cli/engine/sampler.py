@@ -9,9 +9,9 @@ from torch import Tensor
 from tessera_cli.engine.config import SamplingParams
 from tessera_cli.engine.sequence import SampleError
 
-# Below this the second-best token has no float32 probability left, and the division may overflow.
+# Below this sampling is greedy in all but near-ties, and the division by it may overflow.
 GREEDY_TEMPERATURE = 1e-5
-# Where a nucleus usually ends: finding these costs a thirtieth of sorting a vocabulary of 49152.
+# Most cuts lie among so many of the largest: a thirtieth of the cost of sorting a vocabulary of 49152.
 _NUM_CANDIDATES = 1024
 
 
@@ -67,7 +67,7 @@ def _filter(weights: Tensor, params: Sequence[SamplingParams]) -> None:
     kept = weights[index]
     top_k = torch.tensor([params[row].top_k or vocab_size for row in rows], device=weights.device)
     top_p = _column([params[row].top_p for row in rows], weights).squeeze(-1)
-    num_candidates = min(vocab_size, max(_NUM_CANDIDATES, *(params[row].top_k for row in rows)))
+    num_candidates = min(vocab_size, _NUM_CANDIDATES)
     thresholds, found = _thresholds(kept, top_k, top_p, num_candidates)
     if not bool(found.all()):
         missed = (~found).nonzero().flatten()

@@ -1,6 +1,7 @@
 """Sampling: the right distribution, row by row, whatever the neighbours are."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ PARAMS = [
     SamplingParams(temperature=0.7, top_p=0.8),
     SamplingParams(temperature=5.0, top_p=0.99),
     SamplingParams(temperature=1.5, top_k=40, top_p=0.5),
+    SamplingParams(temperature=1.5, top_k=4, top_p=0.7),
     SamplingParams(temperature=1.0, top_k=1500),
 ]
 
@@ -120,6 +122,15 @@ def test_sampling_leaves_the_logits_alone() -> None:
     copy = logits.clone()
     sample(logits, PARAMS, [0.5] * len(PARAMS))
     assert torch.equal(logits, copy)
+
+
+@pytest.mark.parametrize(("digest", "expected"), [(b"\x00" * 8, 2**-24), (b"\xff" * 8, 1.0)])
+def test_uniforms_exclude_zero_and_reach_one(
+    monkeypatch: pytest.MonkeyPatch, digest: bytes, expected: float
+) -> None:
+    fake = SimpleNamespace(digest=lambda: digest)
+    monkeypatch.setattr("tessera_cli.engine.sampler.hashlib.blake2b", lambda key, digest_size: fake)
+    assert uniform(0, 0, 0) == expected
 
 
 def test_uniforms_fill_the_interval_and_depend_on_every_argument() -> None:
