@@ -33,9 +33,8 @@ class Settings:
             UsageError: a variable has a value that means nothing.
         """
         env = os.environ if env is None else env
-        cache = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return cls(
-            home=Path(env.get("TESSERA_HOME") or cache / "tessera").expanduser(),
+            home=_home(env),
             model=env.get("TESSERA_MODEL") or None,
             log_level=_log_level(env),
             debug=_flag(env, "TESSERA_DEBUG"),
@@ -49,6 +48,15 @@ def prepare_process(*, offline: bool) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def _home(env: Mapping[str, str]) -> Path:
+    cache = Path(env.get("XDG_CACHE_HOME") or "~/.cache")
+    home = Path(env.get("TESSERA_HOME") or cache / "tessera")
+    try:
+        return home.expanduser()
+    except RuntimeError:
+        raise UsageError(f"{home}: no such home directory", hint="set TESSERA_HOME to a directory") from None
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:

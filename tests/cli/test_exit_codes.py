@@ -1,5 +1,6 @@
 import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,6 +40,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
             1,
             "error: no space left on the disk: /x\n\nhint: free some space\n",
         ),
+        (OSError(errno.EROFS, "Read-only", "/x"), 1, "error: /x: Read-only\n"),
         (MemoryError(), 1, "error: out of memory: no message\n"),
         (ValueError("odd\nlines"), 1, "error: ValueError: odd\n\nhint: this is a bug in Tessera;"),
     ],
@@ -152,7 +154,56 @@ def test_a_malformed_variable_is_exit_2_and_not_ignored(
     assert name in capsys.readouterr().err
 
 
-def test_nobody_reading_is_no_traceback() -> None:
-    command = f"'{sys.executable}' -m tessera_cli distill plan --schema | true"
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
-    assert done.stderr == ""
+def in_shell(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a shell command in which `tessera` is this program."""
+    script = f"tessera() {{ '{sys.executable}' -m tessera_cli \"$@\"; }}; {command}"
+    return subprocess.run(
+        ["sh", "-c", script],
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+        env=os.environ | variables,
+    )
+
+
+@pytest.mark.parametrize("command", ["distill plan --schema", "distill show none --json"])
+def test_nobody_reading_is_no_traceback(command: str) -> None:
+    done = in_shell(f"tessera {command} | true")
+    assert "Traceback" not in done.stderr
+    assert "bug" not in done.stderr
+
+
+@pytest.mark.parametrize("streams", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(("command", "code"), [("--version", 0), ("distill show none", 2)])
+def test_a_closed_stream_changes_nothing_else(command: str, code: int, streams: str) -> None:
+    done = in_shell(f"tessera {command} {streams}")
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_results_that_cannot_be_written_are_a_failure() -> None:
+    done = in_shell("tessera --version > /dev/full")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (1, "error: no space left on the disk: output")
+    assert in_shell("tessera distill show none 2> /dev/full").returncode == 2
+
+
+def test_results_are_utf_8_in_every_locale(tmp_path: Path) -> None:
+    (tmp_path / "run☃").mkdir()
+    done = in_shell(f"tessera distill show {tmp_path}/run☃ --json", PYTHONIOENCODING="ascii", PYTHONUTF8="1")
+    assert "run☃" in json.loads(done.stdout)["error"]["message"]
+
+
+def test_a_working_directory_that_is_gone_is_told(tmp_path: Path) -> None:
+    done = in_shell(f"mkdir {tmp_path}/a && cd {tmp_path}/a && rmdir ../a && tessera distill init")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: the working directory is gone")
+
+
+@pytest.mark.parametrize("name", ["TESSERA_HOME", "XDG_CACHE_HOME"])
+def test_a_home_that_does_not_exist_is_told(
+    name: str, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TESSERA_HOME", raising=False)
+    monkeypatch.setenv(name, "~no-such-user/x")
+    assert program.run(["env"]) == 2
+    assert "~no-such-user/x" in capsys.readouterr().err

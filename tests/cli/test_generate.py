@@ -172,6 +172,7 @@ def test_ctrl_c_leaves_the_file_as_it_was(tessera, tmp_path: Path, monkeypatch: 
         (["-p", "a", "-p", "b", "--stream"], "--stream"),
         (["-p", "a", "--live"], "--live"),
         (["-p", "a", "-o", "none/out.txt"], "no such directory"),
+        (["-p", "a", "--system", "\udcff"], "--system: not Unicode text"),
         (["-p", "a", "-o", "/dev/null"], "not a file"),
         (["-p", "a", "--top-p", "0"], "top_p"),
         (["-p", "a", "--raw", "--system", "b"], "--system"),
@@ -221,3 +222,12 @@ def test_a_file_that_cannot_be_written_whole_is_not_touched(tmp_path: Path):
         write_file(target, "good then \ud800")
     assert target.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_directory_closed_to_writing_is_told_before_any_work(
+    tessera, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Root may write anywhere, so that a real one would prove nothing there.
+    monkeypatch.setattr("tessera_cli.cli.answers.os.access", lambda path, mode: path != tmp_path)
+    code, _, err = tessera("-p", "a", "-o", str(tmp_path / "out.txt"))
+    assert (code, err.splitlines()[0]) == (2, f"error: {tmp_path}: no file can be made there")

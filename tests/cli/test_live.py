@@ -66,6 +66,12 @@ def fed(console: Console, *, live: bool) -> EngineView:
     return shown
 
 
+@pytest.mark.parametrize("width", [1, 5, 21])
+def test_a_terminal_of_few_columns_gets_cropped_lines(width: int):
+    text = fed(Console(file=io.StringIO(), width=width), live=False).render().plain
+    assert max(map(len, text.split("\n"))) <= 20
+
+
 @pytest.mark.parametrize("width", [200, 80, 60])
 def test_every_figure_is_there_and_no_line_is_wider_than_the_terminal(width: int):
     text = fed(Console(file=io.StringIO(), width=width), live=False).render().plain

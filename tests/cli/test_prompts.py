@@ -100,3 +100,19 @@ def test_no_prompt_an_empty_one_and_two_sources_are_usage_errors():
         read_prompts(["a", " "], None)
     with pytest.raises(UsageError, match="both"):
         read_prompts(["a"], "-")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"prompt": "a\\ud800"}', '{"messages": [{"role": "user", "content": "\\udfff"}]}', "[" * 100_000],
+    ids=["prompt", "messages", "deep"],
+)
+def test_what_no_tokenizer_takes_is_a_data_error_with_its_line(tmp_path: Path, line: str):
+    name = write(tmp_path, "p.jsonl", line)
+    with pytest.raises(DataError, match="line 1"):
+        read_prompts([], name)
+
+
+def test_stray_bytes_on_the_command_line_are_a_data_error():
+    with pytest.raises(DataError, match="number 2: not Unicode text, at character 3"):
+        read_prompts(["a", "ab\udcff"], None)

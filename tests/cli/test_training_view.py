@@ -139,3 +139,13 @@ def test_on_a_terminal_the_panel_is_redrawn_and_the_last_one_stays():
         frames = file.getvalue().count("grad norm")
     assert frames == 4
     assert "100/100" in file.getvalue()[-700:]
+
+
+@pytest.mark.parametrize("width", [1, 5, 21])
+def test_a_terminal_of_few_columns_is_no_failure(width: int):
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=width, _environ={})
+    with TrainingView(console, True, {"teacher": "some/long-name"}, clock=Clock()) as view:
+        view.on_event(STEP)
+        assert max(map(len, view.render().plain.split("\n"))) <= 20
+    assert "teacher" in file.getvalue()

@@ -59,7 +59,7 @@ class Walk:
                     action()
         if not quietly and self.random.random() < 0.2:
             self.model.fail(output)
-            self.scheduler.rollback(output)
+            self.scheduler.rollback()
             self.num_rollbacks += 1
         else:
             self.finished += self.scheduler.commit(output, self.model.run(output))

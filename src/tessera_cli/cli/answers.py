@@ -129,11 +129,14 @@ def check_destination(path: Path) -> Path:
     """The file that `path` names, links followed.
 
     Raises:
-        UsageError: its directory is missing, or it is there and not a file (which a rename would replace).
+        UsageError: its directory is missing or cannot be written to, or it is there and not a file (which a
+            rename would replace).
     """
     path = path.resolve()
     if not path.parent.is_dir():
         raise UsageError(f"{path.parent}: no such directory", hint="make it first, or write elsewhere")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"{path.parent}: no file can be made there", hint="write elsewhere")
     if path.exists() and not path.is_file():
         raise UsageError(f"{path} is not a file", hint="name a file; without -o answers go to stdout")
     return path

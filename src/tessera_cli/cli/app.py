@@ -1,12 +1,14 @@
 """The `tessera` program: its commands, and the boundary where an error becomes a message and an exit code."""
 
 import errno
+import io
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from pathlib import Path
+from typing import Annotated, NoReturn, TextIO
 
 import typer
 
@@ -49,6 +51,10 @@ def _root(
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(ExitCode.USAGE)
+    try:
+        Path.cwd()
+    except OSError:
+        raise UsageError("the working directory is gone", hint="change to one that exists") from None
     level = Settings.from_env().log_level.upper()
     logging.basicConfig(
         stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s", force=True
@@ -57,6 +63,7 @@ def _root(
 
 def main() -> NoReturn:
     """Run the program on the process's arguments and exit."""
+    _prepare_streams()
     sys.exit(run(sys.argv[1:]))
 
 
@@ -70,29 +77,53 @@ def run(arguments: Sequence[str]) -> int:
     try:
         code = app(args=list(arguments), prog_name="tessera", standalone_mode=False)
         sys.stdout.flush()
-    except BrokenPipeError:
-        # Nobody reads any more; what Python flushes at exit must go somewhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.FAILED
     except (KeyboardInterrupt, typer.Abort):
         code = ExitCode.INTERRUPTED
     except Exception as error:
-        if _wants_traceback(arguments):
-            traceback.print_exc()
-        return _report(_explain(error, arguments), output)
+        return _report(error, arguments, output)
     if code == ExitCode.INTERRUPTED:
-        return _report(_InterruptedError("interrupted"), output)
+        return _report(_InterruptedError("interrupted"), arguments, output)
     return code or ExitCode.SUCCESS
+
+
+def _prepare_streams() -> None:
+    """Make the process's streams take any text, and be there: `>&-` leaves None, and its number to others."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # The lowest free number is taken, which is the stream's own.
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Files and pipes get UTF-8 in every locale, as JSON asks; a terminal gets what it can show.
+        sys.stdout.reconfigure(encoding=None if sys.stdout.isatty() else "utf-8", errors="replace")
 
 
 class _InterruptedError(TesseraError):
     exit_code = ExitCode.INTERRUPTED
 
 
-def _report(error: TesseraError, output: Output) -> int:
-    # A missed gate is told after the figures, which are the one JSON document on stdout.
-    (Output() if isinstance(error, GateError) else output).error(error)
-    return error.exit_code
+def _report(error: Exception, arguments: Sequence[str], output: Output) -> int:
+    explained = _explain(error, arguments)
+    if isinstance(error, GateError):
+        output = Output()  # the figures are the one JSON document on stdout
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _discard(sys.stdout)
+    try:
+        if _wants_traceback(arguments):
+            traceback.print_exception(error)
+        # Nobody reads any more: that is no news to anybody.
+        if not isinstance(error, BrokenPipeError):
+            output.error(explained)
+    except OSError:
+        _discard(sys.stdout)
+        _discard(sys.stderr)
+    return explained.exit_code
+
+
+def _discard(stream: TextIO) -> None:
+    """Send a stream that cannot be written to where what Python flushes at exit does no harm."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _explain(error: Exception, arguments: Sequence[str]) -> TesseraError:
@@ -105,6 +136,8 @@ def _explain(error: Exception, arguments: Sequence[str]) -> TesseraError:
         return UsageError(message, hint=f"`{_help_page(arguments)}` shows what there is")
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return RunError(f"no space left on the disk: {error.filename or 'output'}", hint="free some space")
+    if isinstance(error, OSError) and error.strerror is not None:
+        return RunError(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
     if isinstance(error, MemoryError) or _is_torch_out_of_memory(error):
         return RunError(
             f"out of memory: {_first_line(error)}",

@@ -153,9 +153,10 @@ def generate(
     output = Output.of(json=json_output, quiet=quiet)
     form = _choose_format(answer_format, json_output, output_file, output)
     destination = None if output_file is None else check_destination(output_file)
-    from tessera_cli.cli.prompts import conversations_of, read_prompts, sampling_of
+    from tessera_cli.cli.prompts import check_unicode, conversations_of, read_prompts, sampling_of
 
     prompts = read_prompts(prompt or [], prompt_file)
+    check_unicode(system or "", "--system")
     if stream and (len(prompts) > 1 or form is not AnswerFormat.TEXT or output_file is not None):
         raise UsageError("--stream writes one answer, as text, to stdout", hint="leave --stream out")
     streams = _streams(output, len(prompts), form, output_file) if stream is None else stream

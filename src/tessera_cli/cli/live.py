@@ -16,11 +16,11 @@ from rich.text import Text
 
 from tessera_cli.cli.terminal import (
     BAR_WIDTH,
-    MAX_WIDTH,
     REFRESH_SECONDS,
     Glyphs,
     bar,
     clock_text,
+    drawing_width,
     key_values,
     rows,
 )
@@ -177,7 +177,7 @@ class EngineView:
 
     def render(self) -> Text:
         """The table, as wide as the console but at most 80 columns."""
-        glyphs, width = Glyphs.of(self.console), min(self.console.width, MAX_WIDTH) - 1
+        glyphs, width = Glyphs.of(self.console), drawing_width(self.console)
         lines = [self._title_line(glyphs, width), *self._engine_lines(glyphs, width)]
         lines += self._latency_lines(width)
         return Text("\n".join(lines), no_wrap=True, overflow="crop")

@@ -71,7 +71,21 @@ def read_prompts(texts: Sequence[str], prompt_file: str | None) -> list[Prompt]:
     for index, text in enumerate(texts):
         if not text.strip():
             raise UsageError(f"--prompt number {index + 1} is empty", hint="give it some text")
+        check_unicode(text, f"--prompt number {index + 1}")
     return [Prompt(text, None, {}, f"--prompt number {index + 1}") for index, text in enumerate(texts)]
+
+
+def check_unicode(text: str, source: str) -> None:
+    """See that `text` is whole characters: stray bytes of the shell and halves of pairs in JSON are not.
+
+    Raises:
+        DataError: it is not, and no tokenizer would take it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        where = f"at character {error.start + 1}"
+        raise DataError(f"{source}: not Unicode text, {where}", hint="give UTF-8 text") from None
 
 
 def sampling_of(prompts: Sequence[Prompt], base: SamplingParams, seed: int) -> list[SamplingParams]:
@@ -150,7 +164,7 @@ def _decode(data: bytes, label: str) -> str:
 def _parse_line(line: str, source: str) -> Prompt:
     try:
         fields = json.loads(line, object_pairs_hook=_refuse_duplicates)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{source}: not a JSON object: {error}", hint="write one object per line") from error
     if not isinstance(fields, dict):
         raise DataError(f"{source}: not a JSON object", hint='write one object per line: {"prompt": "..."}')
@@ -161,6 +175,8 @@ def _parse_line(line: str, source: str) -> Prompt:
     if (parsed.prompt is None) == (parsed.messages is None):
         raise DataError(f"{source}: needs either `prompt` or `messages`", hint="give exactly one of them")
     messages = None if parsed.messages is None else [message.model_dump() for message in parsed.messages]
+    for message in messages or ():
+        check_unicode(message["content"], source)
     sampling = parsed.model_dump(exclude={"prompt", "messages"}, exclude_none=True)
     return Prompt(parsed.prompt, messages, sampling, source)
 

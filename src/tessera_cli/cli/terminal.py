@@ -8,7 +8,7 @@ from rich.console import Console
 from tessera_cli.errors import UsageError
 
 REFRESH_SECONDS = 0.25
-MAX_WIDTH = 80
+MIN_WIDTH, MAX_WIDTH = 20, 80
 LABEL_WIDTH = 11
 BAR_WIDTH = 18
 
@@ -40,6 +40,11 @@ def wants_live(console: Console, choice: bool | None, *, no_progress: bool) -> b
             "--live needs a terminal on stderr that can move its cursor", hint="leave --live out: plain lines"
         )
     return can and not no_progress if choice is None else choice
+
+
+def drawing_width(console: Console) -> int:
+    """Columns of a live display: the console's but one, at most 79; never so few that nothing can be said."""
+    return max(min(console.width, MAX_WIDTH) - 1, MIN_WIDTH)
 
 
 def clock_text(seconds: float) -> str:

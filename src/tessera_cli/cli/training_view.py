@@ -11,11 +11,12 @@ from rich.text import Text
 
 from tessera_cli.cli.terminal import (
     BAR_WIDTH,
-    MAX_WIDTH,
+    MIN_WIDTH,
     REFRESH_SECONDS,
     Glyphs,
     bar,
     clock_text,
+    drawing_width,
     key_values,
     rows,
 )
@@ -63,7 +64,7 @@ class TrainingView:
         for key, value in self.header.items():
             indent = " " * (width + 3)
             line = f" {key:<{width}}  {value}"
-            self._line(textwrap.fill(line, self.console.width - 1, subsequent_indent=indent))
+            self._line(textwrap.fill(line, max(self.console.width - 1, MIN_WIDTH), subsequent_indent=indent))
         self.live.start()
         return self
 
@@ -139,7 +140,7 @@ class TrainingView:
 
     def render(self) -> Text:
         """The panel, as wide as the console but at most 80 columns."""
-        width = min(self.console.width, MAX_WIDTH) - 1
+        width = drawing_width(self.console)
         elapsed = clock_text(self.clock() - self.started)
         title = f" {'stage':<11}{self.stage or '-'}"
         lines = [f"{title:<{width - len(elapsed)}}{elapsed}"]

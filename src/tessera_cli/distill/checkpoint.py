@@ -93,7 +93,7 @@ def save_checkpoint(
     except (OSError, SafetensorError) as error:
         raise RunError(
             f"checkpoint {target} could not be written: {error}",
-            hint="make room on the disk and resume from the checkpoint before, or lower checkpoint.keep",
+            hint="make room on the disk, then use --resume",
         ) from error
     return target
 

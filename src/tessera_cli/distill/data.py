@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tessera_cli.distill.rendering import BadRowError, encode_row
-from tessera_cli.distill.sources import locate, read_rows
-from tessera_cli.errors import DataError
+from tessera_cli.distill.rendering import encode_row
+from tessera_cli.distill.sources import read_rows
+from tessera_cli.errors import DataError, ModelError
 from tessera_cli.models.tokenizer import Tokenizer
 from tessera_cli.recipe.schema import DataSource
 
@@ -107,7 +107,6 @@ def load_corpus(
     *,
     max_seq_len: int,
     train_on: Literal["completion", "all"],
-    home: Path,
 ) -> Corpus:
     """Read and tokenise `sources`.
 
@@ -117,9 +116,8 @@ def load_corpus(
     documents: list[Document] = []
     num_too_long = num_unsupervised = 0
     for source in sources:
-        path = Path(source.path)
-        for index, row in enumerate(read_rows(path, source.format, home=home)):
-            document = _encode(row, source, tokenizer, train_on, path, index)
+        for where, row in read_rows(Path(source.path), source.format):
+            document = _encode(row, where, source, tokenizer, train_on)
             if len(document.token_ids) > max_seq_len:
                 num_too_long += 1
             elif not document.supervised.any():
@@ -159,16 +157,15 @@ def build_batch(documents: Iterable[Document]) -> TrainBatch:
 
 def _encode(
     row: dict[str, Any],
+    where: str,
     source: DataSource,
     tokenizer: Tokenizer,
     train_on: Literal["completion", "all"],
-    path: Path,
-    index: int,
 ) -> Document:
     try:
         token_ids, supervised = encode_row(row, source.format, tokenizer, train_on)
-    except BadRowError as error:
-        raise DataError(f"{locate(path, index)}: {error.message}", hint=error.hint) from error
+    except (DataError, ModelError) as error:  # a template can fail at one conversation
+        raise type(error)(f"{where}: {error.message}", hint=error.hint) from error
     if token_ids.size and int(token_ids.max()) >= tokenizer.vocab_size:
-        raise DataError(f"{locate(path, index)}: the tokenizer made an id beyond its vocabulary")
+        raise DataError(f"{where}: the tokenizer made an id beyond its vocabulary")
     return Document(token_ids, supervised)

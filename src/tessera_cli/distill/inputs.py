@@ -74,8 +74,8 @@ def read_inputs(recipe: Recipe, *, home: Path, offline: bool) -> RunInputs:
     """
     teacher = find_teacher(recipe, home=home, offline=offline)
     layers = _layers(recipe.student, teacher.config.num_hidden_layers)
-    train = read_split(recipe, recipe.data.train, teacher.tokenizer, home=home)
-    held_out = read_split(recipe, recipe.data.eval, teacher.tokenizer, home=home)
+    train = read_split(recipe, recipe.data.train, teacher.tokenizer)
+    held_out = read_split(recipe, recipe.data.eval, teacher.tokenizer)
     steps = StepPlan.of(
         [len(document.token_ids) for document in train.documents],
         [document.num_supervised_tokens for document in train.documents],
@@ -102,11 +102,9 @@ def find_teacher(recipe: Recipe, *, home: Path, offline: bool) -> Teacher:
     return teacher
 
 
-def read_split(recipe: Recipe, sources: Sequence[DataSource], tokenizer: Tokenizer, *, home: Path) -> Corpus:
+def read_split(recipe: Recipe, sources: Sequence[DataSource], tokenizer: Tokenizer) -> Corpus:
     """The documents of `sources`, as the recipe wants them."""
-    return load_corpus(
-        sources, tokenizer, max_seq_len=recipe.data.max_seq_len, train_on=recipe.data.train_on, home=home
-    )
+    return load_corpus(sources, tokenizer, max_seq_len=recipe.data.max_seq_len, train_on=recipe.data.train_on)
 
 
 def student_depth(student: StudentSection) -> int:

@@ -11,8 +11,15 @@ from tessera_cli.distill.checkpoint import latest_checkpoint, load_checkpoint
 from tessera_cli.distill.evaluate import Evaluator, held_out_batches
 from tessera_cli.distill.events import Evaluated, Event, Listener, Note, StageStarted, TrainStep
 from tessera_cli.distill.inputs import RunInputs, find_teacher, read_inputs, read_split
-from tessera_cli.distill.report import Report, draw_curve, render_report, write_bytes
-from tessera_cli.distill.run_directory import RunDirectory, check_available, check_resumable, write_text
+from tessera_cli.distill.report import Report, draw_curve, render_report
+from tessera_cli.distill.run_directory import (
+    RunDirectory,
+    check_available,
+    check_resumable,
+    write_bytes,
+    write_text,
+    writing,
+)
 from tessera_cli.distill.run_status import read_run
 from tessera_cli.distill.samples import compare
 from tessera_cli.distill.student import build_student, choose_layers
@@ -107,7 +114,7 @@ def evaluate_run(
     device = select_device(device)
     listener(StageStarted("evaluate"))
     source = find_teacher(recipe, home=home, offline=offline)
-    held_out = read_split(recipe, recipe.data.eval, source.tokenizer, home=home)
+    held_out = read_split(recipe, recipe.data.eval, source.tokenizer)
     now = {"teacher": source.fingerprint(), "data.eval": held_out.fingerprint()}
     changed = [name for name, value in now.items() if status.fingerprints[name] != value]
     if changed:
@@ -193,18 +200,16 @@ def _export(run: RunDirectory, student: Decoder, inputs: RunInputs) -> None:
     name = stored if inputs.recipe.export.dtype == "auto" else inputs.recipe.export.dtype
     unfinished = run.path / ".export"
     try:
+        with writing(run.export):
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            save_decoder(student, unfinished, dtype=select_dtype(name, stored, "cpu"))
+            inputs.teacher.tokenizer.save(unfinished)
+            if run.export.exists():
+                shutil.rmtree(run.export)
+            unfinished.rename(run.export)
+    finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        save_decoder(student, unfinished, dtype=select_dtype(name, stored, "cpu"))
-        inputs.teacher.tokenizer.save(unfinished)
-        if run.export.exists():
-            shutil.rmtree(run.export)
-        unfinished.rename(run.export)
-    except OSError as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise RunError(
-            f"cannot write {run.export}: {error.strerror}", hint="free space, then --resume"
-        ) from error
     run.update(export=run.export)
 
 

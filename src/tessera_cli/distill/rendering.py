@@ -22,10 +22,6 @@ Message = dict[str, str]
 _ROLES = ("system", "user", "assistant")
 
 
-class BadRowError(DataError):
-    """A row that is not what its format says; whoever knows the row's place adds it."""
-
-
 def encode_row(
     row: dict[str, Any], data_format: DataFormat, tokenizer: Tokenizer, train_on: Literal["completion", "all"]
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -35,12 +31,11 @@ def encode_row(
     first token is none, as nothing precedes it.
 
     Raises:
-        BadRowError: a field is missing or of another type, or the tokenizer or the chat template rewrites the
-            prompt when an answer follows it, so that no token boundary separates the two.
+        DataError: a field is missing or of another type, or the tokenizer or the chat template rewrites the
+            prompt when an answer follows it, so that no token boundary separates the two. Whoever knows the
+            row's place adds it.
     """
-    text, spans, plain = _render(row, data_format, tokenizer)
-    if train_on == "all":
-        spans = [(0, len(text))]
+    text, spans, plain = _render(row, data_format, tokenizer, train_on)
     token_ids = tokenizer.encode(text, add_special_tokens=plain)
     supervised = np.zeros(len(token_ids), dtype=bool)
     for start, end in spans:
@@ -54,31 +49,32 @@ def encode_row(
 
 
 def _render(
-    row: dict[str, Any], data_format: DataFormat, tokenizer: Tokenizer
+    row: dict[str, Any], data_format: DataFormat, tokenizer: Tokenizer, train_on: Literal["completion", "all"]
 ) -> tuple[str, list[Span], bool]:
     """The text of a row, its supervised spans in characters, and whether it is plain (no chat template)."""
-    if data_format == "text":
-        text = _string(row, "text")
-        return text, [(0, len(text))], True
+    first_answer = 0
     if data_format == "messages":
-        return *_render_conversation(_messages(row, "messages"), 0, tokenizer), False
-    if isinstance(row["prompt"], str):
-        prompt, completion = _string(row, "prompt"), _string(row, "completion")
-        return prompt + completion, [(len(prompt), len(prompt) + len(completion))], True
-    prompt_messages = _messages(row, "prompt")
-    messages = prompt_messages + _messages(row, "completion")
-    return *_render_conversation(messages, len(prompt_messages), tokenizer), False
+        messages = _messages(row, "messages")
+    elif data_format == "text" or isinstance(row["prompt"], str):
+        prompt = "" if data_format == "text" else _string(row, "prompt")
+        text = prompt + _string(row, "text" if data_format == "text" else "completion")
+        return text, [(0 if train_on == "all" else len(prompt), len(text))], True
+    else:
+        messages = _messages(row, "prompt")
+        first_answer = len(messages)
+        messages += _messages(row, "completion")
+    text = tokenizer.render_chat(messages, add_generation_prompt=False)
+    if train_on == "all":
+        return text, [(0, len(text))], False
+    return text, _answers(text, messages, first_answer, tokenizer), False
 
 
-def _render_conversation(
-    messages: Sequence[Message], first_answer: int, tokenizer: Tokenizer
-) -> tuple[str, list[Span]]:
-    """Render a conversation; the spans are what the assistant says from message `first_answer` on.
+def _answers(text: str, messages: Sequence[Message], first_answer: int, tokenizer: Tokenizer) -> list[Span]:
+    """Where in `text`, the rendered conversation, the assistant speaks, from message `first_answer` on.
 
     A span starts where generation would and ends with the template's end marker. White space that the
     template prints after the marker belongs to the next turn: a served model never produces it.
     """
-    text = tokenizer.render_chat(messages, add_generation_prompt=False)
     spans = []
     for index in range(first_answer, len(messages)):
         if messages[index]["role"] != "assistant":
@@ -86,14 +82,14 @@ def _render_conversation(
         before = tokenizer.render_chat(messages[:index], add_generation_prompt=True)
         through = tokenizer.render_chat(messages[: index + 1], add_generation_prompt=False)
         if not through.startswith(before) or not text.startswith(through):
-            raise BadRowError(
+            raise DataError(
                 f"the chat template changes what precedes message {index + 1} when the conversation goes on",
                 hint="use a template that only appends, or `data.train_on: all`",
             )
-        stripped = through.rstrip()
-        unmarked = stripped.endswith(messages[index]["content"].rstrip())
-        spans.append((len(before), len(through if unmarked else stripped)))
-    return text, spans
+        answer, said = messages[index]["content"].rstrip(), through[len(before) :].rstrip()
+        unmarked = said.endswith(answer) if answer else not said
+        spans.append((len(before), len(through) if unmarked else len(before) + len(said)))
+    return spans
 
 
 def _boundary(text: str, at: int, token_ids: list[int], tokenizer: Tokenizer, plain: bool) -> int:
@@ -104,7 +100,7 @@ def _boundary(text: str, at: int, token_ids: list[int], tokenizer: Tokenizer, pl
         return len(token_ids)
     prefix = tokenizer.encode(text[:at], add_special_tokens=plain)
     if token_ids[: len(prefix)] != prefix:
-        raise BadRowError(
+        raise DataError(
             f"no token boundary between {text[:at][-12:]!r} and {text[at:][:12]!r}",
             hint="start the answer with another character: the tokenizer joins it to the prompt's last ones",
         )
@@ -113,31 +109,40 @@ def _boundary(text: str, at: int, token_ids: list[int], tokenizer: Tokenizer, pl
 
 def _string(row: dict[str, Any], key: str) -> str:
     value = row[key]
-    if not isinstance(value, str) or not value:
-        raise BadRowError(f"`{key}` is {_describe(value)}, expected text")
+    if not value:
+        raise DataError(f"`{key}` is {_describe(value)}, expected text")
+    return _text(value, key)
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"`{where}` is {_describe(value)}, expected text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        # JSON can spell one with \u; no tokenizer takes it.
+        raise DataError(f"`{where}` has half of a surrogate pair at character {error.start + 1}") from error
     return value
 
 
 def _messages(row: dict[str, Any], key: str) -> list[Message]:
     value = row[key]
     if not isinstance(value, list) or not value:
-        raise BadRowError(f"`{key}` is {_describe(value)}, expected a list of messages")
+        raise DataError(f"`{key}` is {_describe(value)}, expected a list of messages")
     return [_message(item, f"{key}[{index}]") for index, item in enumerate(value)]
 
 
 def _message(item: Any, where: str) -> Message:
     if not isinstance(item, dict):
-        raise BadRowError(f"`{where}` is {_describe(item)}, expected a role and a content")
-    # The reader gives every message the keys that any message of the file has, empty where it has none.
+        raise DataError(f"`{where}` is {_describe(item)}, expected a role and a content")
+    # Parquet gives every message the keys that any message of the file has, empty where it has none.
     given = {key: value for key, value in item.items() if value is not None}
     unknown = sorted(given.keys() - {"role", "content"})
     if unknown:
-        raise BadRowError(f"`{where}` has the key {unknown[0]!r}, only role and content are supported")
+        raise DataError(f"`{where}` has the key {unknown[0]!r}, only role and content are supported")
     if given.get("role") not in _ROLES:
-        raise BadRowError(f"`{where}.role` is {_describe(item.get('role'))}, expected {', '.join(_ROLES)}")
-    if not isinstance(given.get("content"), str):
-        raise BadRowError(f"`{where}.content` is {_describe(item.get('content'))}, expected text")
-    return {"role": given["role"], "content": given["content"]}
+        raise DataError(f"`{where}.role` is {_describe(item.get('role'))}, expected {', '.join(_ROLES)}")
+    return {"role": given["role"], "content": _text(given.get("content"), f"{where}.content")}
 
 
 def _describe(value: Any) -> str:

@@ -3,7 +3,6 @@
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -13,6 +12,16 @@ from tessera_cli.models.config import ModelConfig
 from tessera_cli.recipe.schema import Recipe
 
 PROMPT_CHARACTERS = 600
+
+
+def _entity(character: str) -> str:
+    return f"&#{ord(character)};"
+
+
+# One table, for one pass: entities hold characters that are escaped themselves. Controls that break no line
+# could still drive a terminal.
+_ESCAPES = {ord(character): _entity(character) for character in "\\`*_[]#|&<>~$"}
+_ESCAPES |= dict.fromkeys((*range(9), *range(14, 28), 31, 127), "\ufffd")
 
 
 @dataclass(frozen=True)
@@ -50,8 +59,7 @@ def render_report(report: Report) -> str:
         "accept.",
         "## Size and speed",
         _sizes(report),
-        f"Speed is output tokens a second of {report.comparison.num_speed_prompts} held-out prompts at once, "
-        "both models in this run, on this machine, through the same engine.",
+        *_speed_note(report.comparison),
         "## Curve",
         "![loss and held-out KL over tokens](curve.png)",
     ]
@@ -90,13 +98,6 @@ def draw_curve(train_steps: Sequence[TrainStep], evaluations: Sequence[Evaluated
     return png.getvalue()
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replace `path` as a whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
-
-
 def _summary(report: Report) -> str:
     recipe, last = report.recipe, report.train_steps[-1]
     loss = recipe.loss
@@ -129,17 +130,24 @@ def _figures(report: Report) -> str:
 
 def _sizes(report: Report) -> str:
     teacher, student, speed = report.teacher, report.student, report.comparison
-    ratio = speed.student_tokens_per_second / speed.teacher_tokens_per_second
     rows = [
         ("parameters", f"{teacher.num_parameters / 1e6:,.1f} M", f"{student.num_parameters / 1e6:,.1f} M"),
         ("layers", str(teacher.num_hidden_layers), str(student.num_hidden_layers)),
-        (
-            "output tokens/s",
-            f"{speed.teacher_tokens_per_second:,.0f}",
-            f"{speed.student_tokens_per_second:,.0f} ({ratio:.2f}×)",
-        ),
     ]
+    if speed.num_speed_prompts:
+        of_teacher, of_student = speed.teacher_tokens_per_second, speed.student_tokens_per_second
+        ratio = of_student / of_teacher
+        rows.append(("output tokens/s", f"{of_teacher:,.0f}", f"{of_student:,.0f} ({ratio:.2f}×)"))
     return _table(("", "teacher", "student"), rows)
+
+
+def _speed_note(comparison: Comparison) -> list[str]:
+    if not comparison.num_speed_prompts:
+        return ["No held-out prompt leaves room for an answer, so there are neither speed nor answers."]
+    return [
+        f"Speed is output tokens a second of {comparison.num_speed_prompts} held-out prompts at once, "
+        "both models in this run, on this machine, through the same engine."
+    ]
 
 
 def _sample(sample: Sample) -> str:
@@ -152,9 +160,9 @@ def _sample(sample: Sample) -> str:
 
 def _plain(text: str) -> str:
     """Text of a user or a model on one line: its line breaks kept, none of its markup in force."""
-    # In one pass: the entities hold characters that are escaped themselves.
-    escaped = text.translate({ord(character): f"&#{ord(character)};" for character in "\\`*_[]#|&<>"})
-    return "<br>".join(escaped.splitlines()) or "(empty)"
+    line = "<br>".join(text.translate(_ESCAPES).splitlines()) or "(empty)"
+    # What a line begins with can make it an item of a list, a rule, or code.
+    return _entity(line[0]) + line[1:] if line[0] in "-+=0123456789 " else line
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -9,15 +9,16 @@ report.md       what came out, with curve.png
 """
 
 import json
-import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
+from safetensors import SafetensorError
 
 from tessera_cli.distill.events import Evaluated, TrainStep
 from tessera_cli.distill.run_status import RunStatus, read_run
@@ -66,15 +67,15 @@ class RunDirectory:
         """Claim `path` for a new run.
 
         Raises:
-            UsageError: as `check_available`.
+            UsageError: as `check_available`, or the file system refuses.
         """
         check_available(path, overwrite=overwrite)
-        if path.exists():
-            shutil.rmtree(path)
-        path.mkdir(parents=True)
-        write_text(path / "recipe.yaml", dump_recipe(recipe.recipe))
-        origins = {key: str(origin) for key, origin in recipe.origins.items()}
-        write_text(path / "origins.json", json.dumps(origins, indent=2) + "\n")
+        try:
+            _clear(path)
+        except OSError as error:
+            raise UsageError(
+                f"cannot create {path}: {error.strerror}", hint="choose another --output-dir"
+            ) from error
         status = RunStatus(
             name=recipe.recipe.name,
             path=path,
@@ -90,7 +91,10 @@ class RunDirectory:
             process=_this_process(),
         )
         run = cls(status, recipe.recipe)
-        run.update()
+        run.update()  # first: what is cut short from here on can be overwritten
+        write_text(path / "recipe.yaml", dump_recipe(recipe.recipe))
+        origins = {key: str(origin) for key, origin in recipe.origins.items()}
+        write_text(path / "origins.json", json.dumps(origins, indent=2) + "\n")
         return run
 
     @classmethod
@@ -134,7 +138,8 @@ class RunDirectory:
     def record(self, event: TrainStep | Evaluated) -> None:
         """Add a line to metrics.jsonl and bring run.json up to date."""
         kind = "train" if isinstance(event, TrainStep) else "eval"
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        path = self.path / "metrics.jsonl"
+        with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, **asdict(event)}) + "\n")
         name = _metric_name(kind, event.step)
         self.update(step=event.step, metrics=self.status.metrics | {name: asdict(event)})
@@ -169,7 +174,7 @@ def check_resumable(path: Path, recipe: Recipe) -> None:
     Raises:
         UsageError: it does not.
     """
-    if not (path / "run.json").is_file():
+    if not all((path / name).is_file() for name in ("run.json", "recipe.yaml")):
         raise UsageError(f"nothing to resume in {path}", hint="start the run without --resume")
     status = read_run(path)
     if not status.is_unfinished:
@@ -184,21 +189,46 @@ def check_resumable(path: Path, recipe: Recipe) -> None:
         )
 
 
-def write_text(path: Path, text: str) -> None:
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a refusal of the file system to write `path`, for instance for lack of space, into a RunError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RunError(
+            f"cannot write {path}: {reason}", hint="make room on the disk, then use --resume"
+        ) from error
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Replace `path` as a whole.
 
     Raises:
-        RunError: the file system refuses, for instance for lack of space.
+        RunError: the file system refuses.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RunError(
-            f"cannot write {path}: {error.strerror}", hint="free space, then use --resume"
-        ) from error
+    temporary = path.with_name(f".{path.name}.tmp")
+    with writing(path):
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """`write_bytes` of `text` in UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def _clear(path: Path) -> None:
+    """Make `path` an empty directory; what says that it holds a run goes last."""
+    path.mkdir(parents=True, exist_ok=True)
+    for entry in sorted(path.iterdir(), key=lambda entry: entry.name == "run.json"):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def _metric_name(kind: str, step: int) -> str:

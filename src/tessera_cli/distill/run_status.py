@@ -94,7 +94,9 @@ def latest_unfinished(root: Path, recipe: LoadedRecipe) -> RunStatus | None:
 def _is_alive(process: tuple[int, float]) -> bool:
     pid, started = process
     try:
-        # The same id with another start time is another process.
-        return abs(psutil.Process(pid).create_time() - started) < 1.0
+        found = psutil.Process(pid)
+        # The same id with another start time is another process; one that nobody has reaped is dead as well.
+        same = abs(found.create_time() - started) < 1.0
+        return same and found.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

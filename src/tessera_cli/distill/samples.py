@@ -62,6 +62,7 @@ def compare(
     """Let both models answer the same prompts, greedily and batched.
 
     Speed is measured on a second pass in which neither model stops early, so that both do the same work.
+    Where no prompt leaves room for an answer, there are neither samples nor speeds.
     """
     max_tokens = min(MAX_NEW_TOKENS, teacher.config.max_position_embeddings // 2)
     prompts = held_out_prompts(
@@ -69,6 +70,8 @@ def compare(
         count=max(num_samples, NUM_SPEED_PROMPTS),
         max_tokens=teacher.config.max_position_embeddings - max_tokens,
     )
+    if not prompts:
+        return Comparison((), 0, 0.0, 0.0)
     answers, speeds = [], []
     for decoder in (teacher, student):
         engine = _engine(decoder, prompts, max_tokens)
@@ -95,9 +98,9 @@ def _prompt(document: Document) -> list[int]:
 
 def _engine(decoder: Decoder, prompts: Sequence[list[int]], max_tokens: int) -> Engine:
     block_size = EngineConfig.block_size
-    max_model_len = max(map(len, prompts), default=1) + max_tokens
+    max_model_len = max(map(len, prompts)) + max_tokens
     num_blocks = 1 + len(prompts) * -(-max_model_len // block_size)
-    return Engine(decoder, EngineConfig(num_blocks=max(2, num_blocks), max_model_len=max_model_len))
+    return Engine(decoder, EngineConfig(num_blocks=num_blocks, max_model_len=max_model_len))
 
 
 def _generate(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> list[list[int]]:

@@ -1,33 +1,32 @@
-"""Rows of a data file, read by `datasets`; every fault names the file and the line."""
+"""Rows of a data file, each with the place that an error names."""
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from tessera_cli.errors import DataError
 
 DataFormat = Literal["text", "messages", "prompt_completion"]
+Row = dict[str, Any]
+PlacedRow = tuple[str, Row]
 
 COLUMNS: dict[DataFormat, tuple[str, ...]] = {
     "text": ("text",),
     "messages": ("messages",),
     "prompt_completion": ("prompt", "completion"),
 }
-_BUILDERS = {".jsonl": "json", ".parquet": "parquet"}
 
 
-def read_rows(path: Path, data_format: DataFormat, *, home: Path) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path, data_format: DataFormat) -> Iterator[PlacedRow]:
     """Yield the rows of a `.jsonl` or `.parquet` file, with the columns of `data_format` only.
 
-    `home` holds the cache of parsed files. Nothing is asked of the network.
+    Values are what the file says, as they are: a text that looks like a date stays a text.
 
     Raises:
-        DataError: no such file, another kind of file, a line that is not JSON, or a missing column.
+        DataError: no such file, another kind of file, no rows, a line that is not JSON, or a missing column.
     """
-    builder = _BUILDERS.get(path.suffix)
-    if builder is None:
+    if path.suffix not in (".jsonl", ".parquet"):
         raise DataError(
             f"{path} is neither .jsonl nor .parquet", hint="write one JSON object a line to a .jsonl file"
         )
@@ -35,70 +34,60 @@ def read_rows(path: Path, data_format: DataFormat, *, home: Path) -> Iterator[di
         raise DataError(
             f"no such data file: {path}", hint="paths in a recipe are relative to the recipe's file"
         )
-    if path.stat().st_size == 0:
+    is_empty = True
+    for where, row in _json_lines(path) if path.suffix == ".jsonl" else _parquet_rows(path):
+        is_empty = False
+        yield where, {column: _value(row, column, where, data_format) for column in COLUMNS[data_format]}
+    if is_empty:
         raise DataError(f"{path} is empty")
-    rows = _load(path, builder, home)
-    missing = [column for column in COLUMNS[data_format] if column not in rows.column_names]
-    if missing:
-        raise DataError(
-            f"{path} has no column {missing[0]!r}, only {', '.join(sorted(rows.column_names))}",
-            hint=f"format {data_format} needs {' and '.join(COLUMNS[data_format])}",
-        )
-    yield from rows.select_columns(list(COLUMNS[data_format]))
 
 
-def locate(path: Path, row: int) -> str:
-    """Name row `row` (from 0) of a file for an error: its line where lines are rows."""
-    if path.suffix != ".jsonl":
-        return f"{path} row {row + 1}"
-    with path.open("rb") as lines:
-        numbers = (number for number, line in enumerate(lines, start=1) if line.strip())
-        number = next((number for index, number in enumerate(numbers) if index == row), None)
-    return f"{path} row {row + 1}" if number is None else f"{path} line {number}"
-
-
-def _load(path: Path, builder: str, home: Path) -> Any:
-    import datasets
-    from datasets.exceptions import DatasetGenerationError
-
-    with _quiet(datasets):
-        try:
-            return datasets.load_dataset(
-                builder, data_files=str(path), split="train", cache_dir=str(home / "datasets")
-            )
-        except DatasetGenerationError as error:
-            cause = error.__cause__ or error
-            raise DataError(_bad_line(path) or f"{path} cannot be read: {_first_line(cause)}") from error
-
-
-@contextmanager
-def _quiet(datasets: Any) -> Iterator[None]:
-    """Keep the library's progress bars and log lines off the user's terminal while it reads."""
-    verbosity, bars = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(verbosity)
-        if not bars:
-            datasets.enable_progress_bars()
-
-
-def _bad_line(path: Path) -> str | None:
-    """The first line that is not a JSON object, for a file that the reader refused."""
-    if path.suffix != ".jsonl":
-        return None
+def _json_lines(path: Path) -> Iterator[PlacedRow]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            where = f"{path} line {number}"
             try:
-                value = json.loads(line) if line.strip() else {}
-            except ValueError as error:
-                return f"{path} line {number} is not JSON: {_first_line(error)}"
-            if not isinstance(value, dict):
-                return f"{path} line {number} is not a JSON object"
-    return None
+                # A byte-order mark is no part of the first line.
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if not text.strip():
+                    continue
+                row = json.loads(text.strip(), object_pairs_hook=_unique_keys)
+            except UnicodeDecodeError as error:
+                raise DataError(f"{where} is not UTF-8: {error.reason}") from error
+            except (ValueError, RecursionError) as error:
+                # What the parser calls a line is within ours.
+                fault = f"{error.msg} at {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                raise DataError(f"{where} is not JSON: {fault}", hint="write one object a line") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{where} is not a JSON object", hint="write one object a line")
+            yield where, row
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def _parquet_rows(path: Path) -> Iterator[PlacedRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path} row {number}", row
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path} cannot be read after {number} rows: {str(error).splitlines()[0]}") from error
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ValueError("a key is given twice")
+    return row
+
+
+def _value(row: Row, column: str, where: str, data_format: DataFormat) -> Any:
+    if column not in row:
+        raise DataError(
+            f"{where} has no column {column!r}, only {', '.join(sorted(row)) or 'an empty object'}",
+            hint=f"format {data_format} needs {' and '.join(COLUMNS[data_format])}",
+        )
+    return row[column]

@@ -187,7 +187,7 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise RunError(
                 f"diverged at step {step}: loss {loss}, gradient norm {grad_norm}",
-                hint="lower train.learning_rate, or resume from the last checkpoint with other data",
+                hint="lower train.learning_rate and start a new run",
             )
         rate = learning_rate(step, self._num_steps, self._train)
         for group in self._adamw.param_groups:

@@ -16,20 +16,25 @@ class BlockPool:
     """Reference counts over `num_blocks` physical blocks.
 
     Every block is in exactly one state: null (block 0, never handed out, kept zero so that padding may point
-    to it), free, or referenced. A block's reference count is the number of block table entries that name it.
+    to it), free, or referenced. A block's reference count is the number of block table entries that name it,
+    at first those of `tables`.
 
     Raises:
         CapacityError: fewer than two blocks, so nothing to hand out.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, tables: Iterable[list[int]] = ()) -> None:
         if num_blocks < 2:
             raise CapacityError(
                 f"a pool of {num_blocks} blocks has none to hand out", hint="use at least 2 blocks"
             )
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
-        self._free_blocks = deque(range(1, num_blocks))
+        for table in tables:
+            for block in table:
+                self._ref_counts[block] += 1
+        free = (block for block, count in enumerate(self._ref_counts) if count == 0 and block != NULL_BLOCK)
+        self._free_blocks = deque(free)
 
     @property
     def num_free_blocks(self) -> int:

@@ -88,10 +88,13 @@ class SamplingParams:
         is_temperature = 0.0 <= self.temperature < math.inf
         _require("temperature", self.temperature, is_temperature, "a finite number, at least 0")
         _require("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "greater than 0 and at most 1")
-        _require("top_k", self.top_k, self.top_k >= 0, "at least 0, which is off")
-        _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
-        _require("seed", self.seed, self.seed is None or 0 <= self.seed < 2**63, "from 0 to 2**63 - 1")
-        are_token_ids = all(token_id >= 0 for token_id in self.stop_token_ids)
+        is_top_k = isinstance(self.top_k, int) and self.top_k >= 0
+        _require("top_k", self.top_k, is_top_k, "a whole number, at least 0, which is off")
+        is_max_tokens = isinstance(self.max_tokens, int) and self.max_tokens >= 1
+        _require("max_tokens", self.max_tokens, is_max_tokens, "a whole number, at least 1")
+        is_seed = self.seed is None or (isinstance(self.seed, int) and 0 <= self.seed < 2**63)
+        _require("seed", self.seed, is_seed, "a whole number, from 0 to 2**63 - 1")
+        are_token_ids = all(isinstance(token, int) and token >= 0 for token in self.stop_token_ids)
         _require("stop_token_ids", self.stop_token_ids, are_token_ids, "token ids, at least 0")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tessera_cli.engine.config import EngineConfig, SamplingParams
 from tessera_cli.engine.model_runner import ModelRunner
-from tessera_cli.engine.scheduler import Scheduler, SchedulerOutput
+from tessera_cli.engine.scheduler import ScheduledSequence, Scheduler
 from tessera_cli.engine.sequence import FinishReason, SampleError, Sequence
 from tessera_cli.engine.sizing import (
     DEFAULT_KV_CACHE_MEMORY,
@@ -68,7 +68,8 @@ class Engine:
         """Serve `decoder`, whose weights may go on being trained between steps, on its own device.
 
         Raises:
-            CapacityError: `config.max_model_len` is more than the model's positions.
+            CapacityError: `config.max_model_len` is more than the model's positions, or the KV cache is more
+                than the device's memory.
             UsageError: no such attention backend.
         """
         check_positions(config.max_model_len, decoder.config)
@@ -76,8 +77,9 @@ class Engine:
         self.config = config
         self.notes = list(notes)
         self._vocab_size = decoder.config.vocab_size
-        self._scheduler = Scheduler(config, decoder.config.eos_token_ids)
+        # The runner first: a pool too large for the device's tensors is too large for the scheduler's lists.
         self._runner = ModelRunner(decoder, config, backend)
+        self._scheduler = Scheduler(config, decoder.config.eos_token_ids)
         self._requests: dict[str, _Request] = {}
         self._num_finished = 0
         self._num_failed = 0
@@ -170,10 +172,9 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free its blocks; no output follows. False if there is none of that id."""
-        if not self._scheduler.abort(request_id):
-            return False
-        del self._requests[request_id]
-        return True
+        was_live = self._scheduler.abort(request_id)
+        self._requests.pop(request_id, None)
+        return was_live
 
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
@@ -182,27 +183,30 @@ class Engine:
     def step(self) -> list[SequenceOutput]:
         """Schedule, run, sample and commit once.
 
-        After an exception the step is undone, and the next call runs it again.
+        After an exception the step is undone, and the next call computes it again. Ctrl-C may come when the
+        tokens are already committed: they are lost with the outputs, and the books balance all the same.
 
         Returns:
             An output for each request that got a token or ended, oldest request first.
         """
-        output = self._scheduler.schedule()
-        started = time.monotonic()
         try:
+            output = self._scheduler.schedule()
+            started = time.monotonic()
             sampled = self._runner.run(output) if output.scheduled else {}
-        except BaseException:  # Ctrl-C included: the blocks that the step took have to go back
-            self._scheduler.rollback(output)
+            finished = self._scheduler.commit(output, sampled)
+            self._num_steps += bool(output.scheduled)
+            # A request that was aborted meanwhile is forgotten already.
+            kept = [item for item in output.scheduled if not item.sequence.aborted]
+            self._record(kept, started)
+            outputs = [
+                self._output(item.sequence, sampled[item.sequence.request_id])
+                for item in kept
+                if item.samples
+            ]
+            self._count(finished)
+        except BaseException:  # Ctrl-C included, which may come between any two lines
+            self._scheduler.rollback()
             raise
-        finished = self._scheduler.commit(output, sampled)
-        self._num_steps += bool(output.scheduled)
-        self._record(output, started)
-        outputs = [
-            self._output(item.sequence, sampled[item.sequence.request_id])
-            for item in output.scheduled
-            if item.samples
-        ]
-        self._count(finished)
         return outputs
 
     def stats(self) -> EngineStats:
@@ -222,9 +226,9 @@ class Engine:
             num_steps=self._num_steps,
         )
 
-    def _record(self, output: SchedulerOutput, started: float) -> None:
+    def _record(self, scheduled: SequenceOf[ScheduledSequence], started: float) -> None:
         """Note when requests were first scheduled, and the prompt tokens computed for the first time."""
-        for item in output.scheduled:
+        for item in scheduled:
             request = self._requests[item.sequence.request_id]
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = started
@@ -250,6 +254,6 @@ class Engine:
 
     def _count(self, finished: list[Sequence]) -> None:
         for sequence in finished:
-            del self._requests[sequence.request_id]
+            self._requests.pop(sequence.request_id, None)
             self._num_failed += sequence.finish_reason is FinishReason.ERROR
             self._num_finished += sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)

@@ -9,12 +9,17 @@ from tessera_cli.engine.config import EngineConfig
 from tessera_cli.engine.sampler import sample, uniform
 from tessera_cli.engine.scheduler import SchedulerOutput
 from tessera_cli.engine.sequence import SampleError, Sequence
+from tessera_cli.errors import CapacityError
 from tessera_cli.kernels.reference import ReferenceAttention
 from tessera_cli.models.decoder import Decoder
 
 
 class ModelRunner:
-    """Holds a decoder and the KV cache of its layers, in the decoder's dtype and on its device."""
+    """Holds a decoder and the KV cache of its layers, in the decoder's dtype and on its device.
+
+    Raises:
+        CapacityError: the device has no memory for the KV cache.
+    """
 
     def __init__(self, decoder: Decoder, config: EngineConfig, backend: str) -> None:
         if backend != "reference":
@@ -23,15 +28,22 @@ class ModelRunner:
         self._decoder = decoder
         self._config = config
         self._device = weight.device
-        self._attention = ReferenceAttention(
-            num_layers=decoder.config.num_hidden_layers,
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            num_kv_heads=decoder.config.num_key_value_heads,
-            head_dim=decoder.config.head_dim,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
+        try:
+            self._attention = ReferenceAttention(
+                num_layers=decoder.config.num_hidden_layers,
+                num_blocks=config.num_blocks,
+                block_size=config.block_size,
+                num_kv_heads=decoder.config.num_key_value_heads,
+                head_dim=decoder.config.head_dim,
+                dtype=weight.dtype,
+                device=weight.device,
+            )
+        except (RuntimeError, TypeError) as error:  # out of memory, or a size beyond 64 bits
+            raise CapacityError(
+                f"a KV cache of {config.num_blocks} blocks of {config.block_size} tokens does not fit into"
+                f" the memory of {weight.device}",
+                hint="lower kv_cache_memory or num_blocks",
+            ) from error
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> dict[str, int | SampleError]:

@@ -65,7 +65,9 @@ def _filter(weights: Tensor, params: Sequence[SamplingParams]) -> None:
         return
     index = torch.tensor(rows, device=weights.device)
     kept = weights[index]
-    top_k = torch.tensor([params[row].top_k or vocab_size for row in rows], device=weights.device)
+    top_k = torch.tensor(
+        [min(params[row].top_k or vocab_size, vocab_size) for row in rows], device=weights.device
+    )
     top_p = _column([params[row].top_p for row in rows], weights).squeeze(-1)
     num_candidates = min(vocab_size, _NUM_CANDIDATES)
     thresholds, found = _thresholds(kept, top_k, top_p, num_candidates)
@@ -87,8 +89,8 @@ def _thresholds(weights: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: i
     cumulative = largest.cumsum(dim=-1)
     total = torch.where(top_k < vocab_size, cumulative[:, -1], weights.sum(dim=-1))
     wanted = torch.where(top_p < 1.0, top_p * total, torch.inf)
-    # A token stays if those before it have not yet the wanted mass.
-    stays = (rank < top_k[:, None]) & (cumulative - largest < wanted[:, None])
+    # A token stays if those before it have not yet the wanted mass, which may round to zero.
+    stays = (rank < top_k[:, None]) & ((rank == 0) | (cumulative - largest < wanted[:, None]))
     thresholds = largest.masked_fill(~stays, torch.inf).amin(dim=-1)
     found = (top_k <= num_candidates) | (cumulative[:, -1] >= wanted)
     return thresholds, found | (num_candidates == vocab_size)

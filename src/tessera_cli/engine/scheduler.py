@@ -48,13 +48,11 @@ class SchedulerOutput:
 
 @dataclass
 class _Step:
-    """What a step has taken so far, which is what `rollback` gives back."""
+    """A step from `schedule` to `commit` or `rollback`."""
 
     budget: int
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
-    admitted: list[tuple[Sequence, SequenceStatus]] = field(default_factory=list)
-    new_blocks: list[tuple[Sequence, int]] = field(default_factory=list)
     aborted: list[Sequence] = field(default_factory=list)
     output: SchedulerOutput | None = None
 
@@ -164,7 +162,6 @@ class Scheduler:
         expected = {item.sequence.request_id for item in output.scheduled if item.samples}
         if sampled.keys() != expected:
             raise ValueError(f"the step samples {sorted(expected)}, and tokens came for {sorted(sampled)}")
-        self._step = None
         finished = []
         for item in output.scheduled:
             sequence = item.sequence
@@ -174,28 +171,38 @@ class Scheduler:
                 if reason is not None:
                     self._finish(sequence, reason)
                     finished.append(sequence)
-        return finished + self._finish_aborted(step)
-
-    def rollback(self, output: SchedulerOutput) -> None:
-        """Undo a step that failed: no token counts as computed, and what it took is given back.
-
-        Admitted sequences return to the front of the waiting queue as they were. Preempted ones stay
-        preempted: the failed step may have written into the blocks it took from them, and recomputing is
-        always right. What it wrote into blocks that stay with their owner is at positions not yet computed.
-
-        Raises:
-            RuntimeError: `output` is not the outstanding step.
-        """
-        step = self._outstanding(output)
+        for sequence in step.aborted:
+            self._finish(sequence, FinishReason.ABORT)
         self._step = None
-        for sequence, count in step.new_blocks:
-            self.block_pool.free(sequence.block_table[-count:])
-            del sequence.block_table[-count:]
-        for sequence, status in reversed(step.admitted):
-            self._running.remove(sequence)
-            self._waiting.appendleft(sequence)
-            sequence.status = status
-        self._finish_aborted(step)
+        return finished + step.aborted
+
+    def rollback(self) -> None:
+        """Undo a step that failed, wherever it was: what it computed and sampled counts for nothing.
+
+        Ctrl-C may come between any two lines of `schedule` and `commit`, so queues and pool are made anew
+        from the live sequences. Those with computed tokens go on with their blocks; the others wait and hold
+        none. Who was preempted stays so: the step may have written into the blocks that it took. What it
+        wrote into blocks that stay with their owner is at positions not yet computed. A sequence that a torn
+        `commit` had already ended stays ended.
+        """
+        for item in self._step.scheduled if self._step is not None else ():
+            item.sequence.num_computed_tokens = item.start
+            if item.samples:
+                del item.sequence.token_ids[item.start + item.num_scheduled_tokens :]
+        self._step = None
+        for sequence in list(self._sequences.values()):
+            sequence.error = None
+            if not sequence.block_table or not sequence.num_computed_tokens or sequence.aborted:
+                sequence.block_table.clear()
+                sequence.num_computed_tokens = 0
+                if sequence.status is SequenceStatus.RUNNING:
+                    sequence.status = SequenceStatus.PREEMPTED
+            if sequence.aborted:
+                self._forget(sequence, FinishReason.ABORT)
+        live = self._sequences.values()
+        self._running = [sequence for sequence in live if sequence.block_table]
+        self._waiting = deque(sequence for sequence in live if not sequence.block_table)
+        self.block_pool = BlockPool(self.config.num_blocks, [sequence.block_table for sequence in live])
 
     def check_invariants(self) -> None:
         """Check what holds between any two calls; cheap enough to run after every step of a test.
@@ -248,15 +255,12 @@ class Scheduler:
             if not self.config.enable_chunked_prefill and sequence.num_tokens > step.budget:
                 return
             self._running.append(self._waiting.popleft())
-            step.admitted.append((sequence, sequence.status))
             sequence.status = SequenceStatus.RUNNING
             self._take(step, sequence, count)
 
     def _take(self, step: _Step, sequence: Sequence, num_new_blocks: int) -> None:
         """Enter `sequence` into the step with its new blocks and as many tokens as the budget has left."""
-        if num_new_blocks > 0:
-            sequence.block_table += self.block_pool.allocate(num_new_blocks)
-            step.new_blocks.append((sequence, num_new_blocks))
+        sequence.block_table += self.block_pool.allocate(num_new_blocks)
         start = sequence.num_computed_tokens
         num_tokens = min(sequence.num_tokens - start, step.budget)
         samples = start + num_tokens == sequence.num_tokens
@@ -280,17 +284,15 @@ class Scheduler:
         sequence.token_ids.append(token)
         return sequence.reason_to_finish(self._eos_token_ids, self.config.max_model_len)
 
-    def _finish_aborted(self, step: _Step) -> list[Sequence]:
-        for sequence in step.aborted:
-            self._finish(sequence, FinishReason.ABORT)
-        return step.aborted
-
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)
         else:
             self._waiting.remove(sequence)
         self._release(sequence)
+        self._forget(sequence, reason)
+
+    def _forget(self, sequence: Sequence, reason: FinishReason) -> None:
         del self._sequences[sequence.request_id]
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason

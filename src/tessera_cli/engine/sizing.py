@@ -9,6 +9,7 @@ from tessera_cli.errors import CapacityError, UsageError
 from tessera_cli.models.config import ModelConfig
 
 DEFAULT_KV_CACHE_MEMORY = 1 << 30  # bytes
+_DEVICE_HINT = "use auto, cpu or cuda"
 
 
 @dataclass(frozen=True)
@@ -35,18 +36,20 @@ class Capacity:
 
 
 def select_device(name: str) -> str:
-    """The torch device for `name`; "auto" is CUDA where there is one, else the CPU.
+    """The torch device for `name`, "cpu" or a CUDA device; "auto" is CUDA where there is one, else the CPU.
 
     Raises:
         UsageError: there is no such device here.
     """
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    if name != "cpu" and name.partition(":")[0] != "cuda":
+        raise UsageError(f"device {name!r} cannot be used here", hint=_DEVICE_HINT)
     try:
         torch.empty(0, device=name)
     # An unknown device is a RuntimeError, one that this build of torch lacks an AssertionError.
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"device {name!r} cannot be used here", hint="use auto, cpu or cuda") from error
+        raise UsageError(f"device {name!r} cannot be used here", hint=_DEVICE_HINT) from error
     return name
 
 

@@ -40,16 +40,6 @@ class RequestMetrics:
     finished_time: float | None = None
 
     @property
-    def first_token_time(self) -> float | None:
-        """When the first output token came."""
-        return self.token_times[0] if self.token_times else None
-
-    @property
-    def last_token_time(self) -> float | None:
-        """When the last output token so far came."""
-        return self.token_times[-1] if self.token_times else None
-
-    @property
     def ttft(self) -> float | None:
         """Time to first token, from arrival, waiting included."""
         return self.token_times[0] - self.arrival_time if self.token_times else None

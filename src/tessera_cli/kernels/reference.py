@@ -57,8 +57,11 @@ class ReferenceAttention:
         device: torch.device | str,
     ) -> None:
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
-        self.key_cache = torch.zeros(shape, dtype=dtype, device=device)
-        self.value_cache = torch.zeros(shape, dtype=dtype, device=device)
+        # Empty, not zero: on a CPU a block costs memory once it is written, not when the engine starts.
+        self.key_cache = torch.empty(shape, dtype=dtype, device=device)
+        self.value_cache = torch.empty(shape, dtype=dtype, device=device)
+        self.key_cache[:, NULL_BLOCK] = 0
+        self.value_cache[:, NULL_BLOCK] = 0
         self._block_size = block_size
         self._planned: tuple[AttentionMetadata, _StepPlan] | None = None
 

@@ -1,6 +1,7 @@
 """What a decoder is made of, read from a Hugging Face `config.json`; no tensors here."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ _LLAMA_FIXED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "pretraining_tp": (1,),
+    "tie_word_embeddings": (False, True),
+    "quantization_config": (None,),
 }
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -65,9 +68,10 @@ class ModelConfig:
         """
         architectures = raw.get("architectures") or []
         if raw.get("model_type") != "llama" or architectures not in ([], ["LlamaForCausalLM"]):
-            named = ", ".join(architectures) or raw.get("model_type") or "an unnamed architecture"
+            names = architectures if isinstance(architectures, list) else [architectures]
+            named = ", ".join(map(str, names)) or "an unnamed architecture"
             raise ModelError(
-                f"{where} is {named}, which Tessera does not run",
+                f"{where} is {named} (model_type {raw.get('model_type')!r}), which Tessera does not run",
                 hint="the Llama architecture (`LlamaForCausalLM`) is supported: Llama 2, SmolLM2 and kin",
             )
         for key, allowed in _LLAMA_FIXED.items():
@@ -75,9 +79,9 @@ class ModelConfig:
                 raise ModelError(f"{where} has {key}={raw[key]!r}, which Tessera does not run")
         try:
             return cls._from_llama(raw, where)
-        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ModelError(
-                f"{where} has an incomplete config.json: {type(error).__name__}: {error}"
+                f"{where} has an incomplete or broken config.json: {type(error).__name__}: {error}"
             ) from error
 
     @classmethod
@@ -97,7 +101,7 @@ class ModelConfig:
             max_position_embeddings=int(raw["max_position_embeddings"]),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             bos_token_id=raw.get("bos_token_id"),
-            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
+            eos_token_ids=() if eos is None else tuple(map(int, eos if isinstance(eos, list) else [eos])),
             pad_token_id=raw.get("pad_token_id"),
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
         )
@@ -114,6 +118,11 @@ class ModelConfig:
         )
         if min(*sizes, self.num_attention_heads, self.num_key_value_heads, self.max_position_embeddings) < 1:
             raise ModelError(f"{where} has a size below 1 in its config.json")
+        if not (0 < self.rope_theta < math.inf and 0 <= self.rms_norm_eps < math.inf):
+            raise ModelError(
+                f"{where} has rope_theta={self.rope_theta} and rms_norm_eps={self.rms_norm_eps}, which make"
+                " no finite numbers"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ModelError(
                 f"{where}: {self.num_attention_heads} attention heads do not divide into "

@@ -48,7 +48,7 @@ def load_decoder(path: Path, *, dtype: torch.dtype, device: torch.device | str =
     weights is ever in memory.
 
     Raises:
-        ModelError: weights are missing, unexpected, of another shape, or a file is damaged.
+        ModelError: weights are missing, unexpected, quantised or of another shape, or a file is damaged.
     """
     config = ModelConfig.from_dir(path)
     decoder = Decoder(config, dtype=dtype, device="meta").to_empty(device=device)
@@ -70,8 +70,10 @@ def load_decoder(path: Path, *, dtype: torch.dtype, device: torch.device | str =
             raise ModelError(
                 f"{file} is damaged: {error}", hint="download or convert the model again"
             ) from error
-        except FileNotFoundError:
-            raise ModelError(f"{file} is missing", hint="download or convert the model again") from None
+        except OSError as error:
+            raise ModelError(
+                f"{file} cannot be read: {error}", hint="download or convert the model again"
+            ) from error
     if missing:
         first = min(missing)
         raise ModelError(f"{path} lacks {len(missing)} of {len(targets)} tensors, {first} for one")
@@ -126,6 +128,11 @@ def _copy(source: Tensor, target: Tensor, name: str, file: Path) -> None:
         raise ModelError(
             f"{file}: {name} is {list(source.shape)}, but config.json asks for {list(target.shape)}"
         )
+    if source.dtype not in _DTYPES.values():  # quantised: its scales are elsewhere, if anywhere
+        raise ModelError(
+            f"{file}: {name} is stored as {str(source.dtype).removeprefix('torch.')}",
+            hint="use weights stored as " + ", ".join(_DTYPES),
+        )
     target.copy_(source)
 
 
@@ -135,10 +142,11 @@ def _weight_files(path: Path) -> Iterator[tuple[Path, list[str] | None]]:
     if index.exists():
         try:
             weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (OSError, ValueError, KeyError) as error:
+            files = {file: path / file for file in sorted(set(weight_map.values()))}
+        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
             raise ModelError(f"{index} cannot be read: {error}") from error
-        for file in sorted(set(weight_map.values())):
-            yield path / file, sorted(name for name, holder in weight_map.items() if holder == file)
+        for holder, file in files.items():
+            yield file, sorted(name for name, named in weight_map.items() if named == holder)
     elif (path / "model.safetensors").exists():
         yield path / "model.safetensors", None
     else:

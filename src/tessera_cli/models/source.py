@@ -13,9 +13,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
 Notify = Callable[[str], None]
 
 
-def resolve_model(
-    name: str, *, home: Path, offline: bool, revision: str | None = None, notify: Notify | None = None
-) -> Path:
+def resolve_model(name: str, *, home: Path, offline: bool, notify: Notify | None = None) -> Path:
     """Find the model `name`: a directory, a hub id, a `.gguf` file, or `package:IMPORT_NAME/FILE.gguf`.
 
     A name that is an existing path, or starts like one, is local and never asked of the hub. A GGUF file is
@@ -27,25 +25,32 @@ def resolve_model(
     """
     if name.startswith("package:"):
         return _converted(_in_package(name), home, notify)
-    path = Path(name).expanduser()
-    if path.is_file():
+    try:
+        path = Path(name).expanduser()
+        is_file, is_dir = path.is_file(), path.is_dir()
+    except (OSError, RuntimeError) as error:  # a name too long, a directory closed to us, a ~user unknown
+        raise ModelError(f"the model {name!r} cannot be looked up: {error}") from error
+    if is_file:
         if path.suffix != ".gguf":
             raise ModelError(f"{name} is a file, not a model", hint="name a model directory or a .gguf file")
         return _converted(path, home, notify)
-    if path.is_dir():
+    if is_dir and name:
         return path
-    if name.startswith(("/", "./", "../", "~")) or name.endswith(".gguf") or name.count("/") != 1:
+    if name.startswith(("/", "./", "../", "~")) or name.endswith((".gguf", "/")) or name.count("/") != 1:
         raise ModelError(
-            f"no such model directory: {name}",
+            f"no such model directory: {name or repr(name)}",
             hint="name a directory, a .gguf file, or a hub id like `org/model`",
         )
-    return _from_hub(name, offline=offline, revision=revision)
+    return _from_hub(name, offline=offline)
 
 
 def _in_package(name: str) -> Path:
     package, _, file = name.removeprefix("package:").partition("/")
-    # `find_spec` locates the package without running it.
-    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    try:
+        # `find_spec` locates the package without running it.
+        spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    except ValueError:  # a module that was not imported as one, such as __main__
+        spec = None
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(
             f"the Python package {package!r} of {name} is not installed",
@@ -71,14 +76,12 @@ def _converted(file: Path, home: Path, notify: Notify | None) -> Path:
     return target
 
 
-def _from_hub(name: str, *, offline: bool, revision: str | None) -> Path:
+def _from_hub(name: str, *, offline: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES, local_files_only=offline)
-        )
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=offline))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         reason = "is not in the local hub cache" if offline else "could not be fetched from the hub"
         raise ModelError(

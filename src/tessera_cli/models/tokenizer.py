@@ -88,7 +88,7 @@ class Tokenizer:
         """Read `path/tokenizer.json` and what stands beside it.
 
         Raises:
-            ModelError: no tokenizer.json, or one that cannot be read.
+            ModelError: no tokenizer.json, or a file that cannot be read as what it should be.
         """
         file = path / "tokenizer.json"
         if not file.is_file():
@@ -103,8 +103,12 @@ class Tokenizer:
         # Truncation and padding that were saved with it belong to another program's batches.
         fast.no_truncation()
         fast.no_padding()
-        settings = _read_settings(path / "tokenizer_config.json")
-        return cls(fast, settings, _chat_template(path, settings), path)
+        file = path / "tokenizer_config.json"
+        try:
+            settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            return cls(fast, settings, _chat_template(path, settings), path)
+        except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:  # not of the usual shape
+            raise ModelError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with whatever the tokenizer puts around it (BOS) unless told not to."""
@@ -129,8 +133,9 @@ class Tokenizer:
             ModelError: the model has no chat template, or it is broken.
             DataError: the template refuses these messages.
         """
+        template = self._template
         try:
-            return self._template.render(
+            return template.render(
                 messages=list(messages),
                 add_generation_prompt=add_generation_prompt,
                 tools=None,
@@ -138,7 +143,7 @@ class Tokenizer:
             )
         except _TemplateRefusal as error:
             raise DataError(f"the chat template refuses these messages: {error}") from error
-        except jinja2.TemplateError as error:
+        except Exception as error:  # it is a program, and can fail in any way that one can
             raise ModelError(f"the chat template of {self._path} fails: {error}") from error
 
     def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
@@ -203,21 +208,16 @@ def _content(token: str | dict[str, Any]) -> str:
     return token if isinstance(token, str) else str(token["content"])
 
 
-def _read_settings(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
-    return settings
-
-
 def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{file} cannot be read: {error}") from error
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named templates; the plain one is called `default`
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if not isinstance(template, str | None):
+        raise TypeError("`chat_template` is not text")
     return template

@@ -51,6 +51,8 @@ class _Dumper(yaml.SafeDumper):
     """Quotes what either YAML 1.1 or 1.2 would not read back as the same text."""
 
 
+_PLAIN = (None, "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool", "tag:yaml.org,2002:str")
+_Loader.yaml_constructors = {tag: _Loader.yaml_constructors[tag] for tag in _PLAIN}
 _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in _CORE_SCHEMA:
     _Loader.add_implicit_resolver(_tag, _pattern, _first)
@@ -88,6 +90,8 @@ def parse_document(text: str) -> Document:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}" if mark else "file"
         document.problems = [Problem(where, "", f"not YAML: {error.problem}")]
+    except RecursionError:
+        document.problems = [Problem("file", "", "not YAML: nested too deeply")]
     except (yaml.YAMLError, ValueError) as error:
         document.problems = [Problem("file", "", f"not YAML: {str(error).splitlines()[0]}")]
     finally:
@@ -101,7 +105,7 @@ def _construct(loader: _Loader, node: yaml.Node, path: KeyPath, document: Docume
     if isinstance(node, yaml.SequenceNode):
         return [_construct(loader, item, (*path, i), document) for i, item in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
-        return loader.construct_object(node)
+        return _construct_scalar(loader, node)
     mapping: dict[str, Any] = {}
     for key_node, value_node in node.value:
         where = f"line {key_node.start_mark.line + 1}"
@@ -120,13 +124,24 @@ def _construct(loader: _Loader, node: yaml.Node, path: KeyPath, document: Docume
     return mapping
 
 
+def _construct_scalar(loader: _Loader, node: yaml.Node) -> Any:
+    try:
+        return loader.construct_object(node)
+    except (ValueError, KeyError):  # `!!bool x`, or thousands of digits
+        problem = f"{node.value[:20]!r} is no {node.tag.rpartition(':')[2]}"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
+
+
 def parse_value(text: str) -> Document:
     """Read the value of a `key=value`: a flow list or mapping, a quoted text, or else one plain scalar."""
     if text.startswith(("[", "{", '"', "'")):
         return parse_document(text)
     loader = _Loader("")
     tag = loader.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
-    return Document(value=loader.construct_object(yaml.ScalarNode(tag, text)))
+    try:
+        return Document(value=_construct_scalar(loader, yaml.ScalarNode(tag, text)))
+    except yaml.MarkedYAMLError as error:
+        return Document(problems=[Problem("override", "", f"not YAML: {error.problem}")])
 
 
 def dump_document(value: Any) -> str:

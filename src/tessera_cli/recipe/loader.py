@@ -66,7 +66,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     if not isinstance(document.value, dict):
         raise _error(path, [Problem("line 1", "", f"expected sections, got {show(document.value)}")])
     overridden = _apply_overrides(document, overrides)
-    _make_paths_absolute(document.value, path.resolve().parent, overridden)
+    _make_paths_absolute(document, path.resolve().parent, overridden)
     try:
         recipe = Recipe.model_validate(document.value)
     except ValidationError as error:
@@ -137,19 +137,22 @@ def _assign(root: dict[str, Any], path: KeyPath, value: Any) -> str | None:
     return None
 
 
-def _make_paths_absolute(value: dict[str, Any], recipe_dir: Path, overridden: set[KeyPath]) -> None:
+def _make_paths_absolute(document: Document, recipe_dir: Path, overridden: set[KeyPath]) -> None:
     def absolute(node: dict[str, Any], key: str, path: KeyPath, *, may_be_hub_id: bool) -> None:
         text = node.get(key)
         if not isinstance(text, str) or not text:
             return
         base = Path.cwd() if _is_overridden(path, overridden) else recipe_dir
-        local = base / Path(text).expanduser()
-        if may_be_hub_id and not (
-            text.startswith(_LOCAL) or text.endswith(".gguf") or text in (".", "..") or local.exists()
-        ):
-            return
-        node[key] = str(local.resolve())
+        is_local = not may_be_hub_id or text.startswith(_LOCAL) or text.endswith((".gguf", "/"))
+        try:
+            local = base / Path(text).expanduser()
+            if is_local or text in (".", "..") or local.exists():
+                node[key] = str(local.resolve())
+        except (OSError, RuntimeError, ValueError) as error:  # too long, no such ~user, a NUL
+            where = _where(path, document, overridden)
+            document.problems.append(Problem(where, dotted(path), f"no path: {error}"))
 
+    value = document.value
     teacher = value.get("teacher")
     if isinstance(teacher, dict) and not str(teacher.get("model")).startswith("package:"):
         absolute(teacher, "model", ("teacher", "model"), may_be_hub_id=True)

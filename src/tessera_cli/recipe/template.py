@@ -24,8 +24,11 @@ def write_template(name: str, directory: Path, *, force: bool) -> Path:
         raise UsageError(f"{path.name} exists", hint="choose another name, or replace it with --force")
     text = resources.files("tessera_cli.recipe").joinpath("template.yaml").read_text(encoding="utf-8")
     descriptor, partial = tempfile.mkstemp(prefix=f".{name}-", suffix=".partial", dir=directory)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text.replace("name: NAME", f"name: {name}", 1))
-    os.chmod(partial, 0o644)
-    os.replace(partial, path)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text.replace("name: NAME", f"name: {name}", 1))
+        os.chmod(partial, 0o644)
+        os.replace(partial, path)
+    finally:
+        Path(partial).unlink(missing_ok=True)
     return path

@@ -9,14 +9,13 @@ in flight can hide the wait.
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tessera_cli.engine.config import SamplingParams
 from tessera_cli.engine.engine import SequenceOutput
 from tessera_cli.engine.sequence import FinishReason
-from tessera_cli.engine.stats import EngineStats, percentile
+from tessera_cli.engine.stats import EngineStats, RequestMetrics, percentile
 from tessera_cli.errors import UsageError
 from tessera_cli.serving.workload import BenchmarkRequest, poisson_arrivals
 
@@ -28,34 +27,7 @@ class BenchmarkEngine(Protocol):
 
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None: ...
     def step(self) -> list[SequenceOutput]: ...
-    def has_unfinished(self) -> bool: ...
     def stats(self) -> EngineStats: ...
-
-
-@dataclass
-class RequestTimes:
-    """Times of one request in the benchmark's clock, seconds; `tokens` has one time per output token."""
-
-    arrival: float
-    tokens: list[float] = field(default_factory=list)
-
-    @property
-    def ttft(self) -> float:
-        return self.tokens[0] - self.arrival
-
-    @property
-    def e2el(self) -> float:
-        return self.tokens[-1] - self.arrival
-
-    @property
-    def tpot(self) -> float | None:
-        if len(self.tokens) < 2:
-            return None
-        return (self.tokens[-1] - self.tokens[0]) / (len(self.tokens) - 1)
-
-    @property
-    def itl(self) -> list[float]:
-        return [after - before for before, after in pairwise(self.tokens)]
 
 
 @dataclass(frozen=True)
@@ -124,7 +96,7 @@ def run_benchmark(
     request_rate: float | None = None,
     seed: int = 0,
     on_step: Callable[[EngineStats], None] | None = None,
-    on_finished: Callable[[RequestTimes | None], None] | None = None,
+    on_finished: Callable[[RequestMetrics | None], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> BenchmarkResult:
@@ -174,8 +146,8 @@ class _Load:
         self.start = clock()
         self.due = None if arrivals is None else [self.start + seconds for seconds in arrivals]
         self.num_submitted = self.peak = 0
-        self.in_flight: dict[str, RequestTimes] = {}
-        self.completed: list[tuple[BenchmarkRequest, RequestTimes]] = []
+        self.in_flight: dict[str, RequestMetrics] = {}
+        self.completed: list[tuple[BenchmarkRequest, RequestMetrics]] = []
         self.errors: list[str] = []
 
     def submit_due(self) -> None:
@@ -186,23 +158,27 @@ class _Load:
                 break
             request, request_id = self.requests[self.num_submitted], str(self.num_submitted)
             self.engine.add_request(request_id, request.prompt_token_ids, request.params)
-            self.in_flight[request_id] = RequestTimes(arrival)
+            self.in_flight[request_id] = RequestMetrics(arrival)
             self.num_submitted += 1
         self.peak = max(self.peak, len(self.in_flight))
 
     def seconds_to_next(self) -> float:
         return 0.0 if self.due is None else max(0.0, self.due[self.num_submitted] - self.clock())
 
-    def step(self) -> list[RequestTimes | None]:
-        """One step of the engine; the times of the requests that it completed, None for each that failed."""
+    def step(self) -> list[RequestMetrics | None]:
+        """One step of the engine; the times of the requests that it completed, None for each that failed.
+
+        The times are the benchmark's own: its clock, and arrivals when they were due.
+        """
         outputs = self.engine.step()
         now = self.clock()
-        ended: list[RequestTimes | None] = []
+        ended: list[RequestMetrics | None] = []
         for output in outputs:
             times = self.in_flight[output.request_id]
-            times.tokens.extend([now] * len(output.new_token_ids))
+            times.token_times.extend([now] * len(output.new_token_ids))
             if output.finish_reason is None:
                 continue
+            times.finished_time = now
             del self.in_flight[output.request_id]
             request = self.requests[int(output.request_id)]
             error = _failure(output, request, times)
@@ -218,7 +194,7 @@ class _Load:
             completed=len(self.completed),
             failed=len(self.errors),
             total_input_tokens=sum(len(request.prompt_token_ids) for request, _ in self.completed),
-            total_output_tokens=sum(len(times.tokens) for _, times in self.completed),
+            total_output_tokens=sum(len(times.token_times) for _, times in self.completed),
             duration=self.clock() - self.start,
             max_concurrent_requests=self.peak,
             preemptions=preemptions,
@@ -227,22 +203,21 @@ class _Load:
         )
 
 
-def _failure(output: SequenceOutput, request: BenchmarkRequest, times: RequestTimes) -> str | None:
+def _failure(output: SequenceOutput, request: BenchmarkRequest, times: RequestMetrics) -> str | None:
     """Why a finished request does not count: a short answer would otherwise look like a fast one."""
     wanted = request.params.max_tokens
     if output.error is not None:
         return output.error
-    if output.finish_reason is not FinishReason.LENGTH or len(times.tokens) != wanted:
-        return f"{len(times.tokens)} of {wanted} tokens, finish_reason {output.finish_reason}"
+    if output.finish_reason is not FinishReason.LENGTH or len(times.token_times) != wanted:
+        return f"{len(times.token_times)} of {wanted} tokens, finish_reason {output.finish_reason}"
     return None
 
 
-def _latencies(completed: Iterable[RequestTimes]) -> dict[str, list[float]]:
+def _latencies(completed: Iterable[RequestMetrics]) -> dict[str, list[float]]:
     latencies: dict[str, list[float]] = {metric: [] for metric in METRICS}
     for times in completed:
-        latencies["ttft"].append(times.ttft)
-        latencies["e2el"].append(times.e2el)
-        latencies["itl"].extend(times.itl)
-        if times.tpot is not None:
-            latencies["tpot"].append(times.tpot)
+        latencies["itl"] += times.itl
+        for metric, value in (("ttft", times.ttft), ("tpot", times.tpot), ("e2el", times.e2el)):
+            if value is not None:
+                latencies[metric].append(value)
     return latencies

@@ -124,8 +124,10 @@ class LLM:
             The outputs in the order of the prompts.
 
         Raises:
-            UsageError: another number of params than of prompts.
+            UsageError: another number of params than of prompts, or a text alone in place of a list.
         """
+        if isinstance(prompts, str):  # which is a sequence of texts, too: its characters
+            raise UsageError("the prompts are one text, not a list", hint="put it into a list")
         parsed = [
             _Prompt(prompt, self.tokenizer.encode(prompt))
             if isinstance(prompt, str)
@@ -176,12 +178,19 @@ class LLM:
         live: dict[str, _Request] = {}
         try:
             for index, (prompt, one) in enumerate(zip(prompts, every, strict=True)):
-                output = self._add(prompt, one)
+                request = self._request(index, prompt)
+                output = request.output
                 outputs.append(output)
-                if output.error is None:
-                    live[output.request_id] = _Request(index, output, self.tokenizer.stream())
-                elif on_finished is not None:
-                    on_finished(output)
+                # Known before the engine knows it, so that Ctrl-C leaves none behind.
+                live[output.request_id] = request
+                try:
+                    self.engine.add_request(output.request_id, prompt.token_ids, one)
+                except UsageError as error:  # what is wrong with one prompt stops no other
+                    del live[output.request_id]
+                    output.error = error.message
+                    output.outputs[0].finish_reason = FinishReason.ERROR
+                    if on_finished is not None:
+                        on_finished(output)
             while live:
                 for result in self.engine.step():
                     request = live[result.request_id]
@@ -197,16 +206,11 @@ class LLM:
                 self.engine.abort(request_id)
         return outputs
 
-    def _add(self, prompt: _Prompt, params: SamplingParams) -> RequestOutput:
+    def _request(self, index: int, prompt: _Prompt) -> _Request:
         request_id = f"request-{next(self._request_numbers)}"
         completion = CompletionOutput(index=0, text="", token_ids=[], finish_reason=None)
         output = RequestOutput(request_id, prompt.text, prompt.token_ids, [completion])
-        try:
-            self.engine.add_request(request_id, prompt.token_ids, params)
-        except UsageError as error:  # what is wrong with one prompt stops no other
-            output.error = error.message
-            completion.finish_reason = FinishReason.ERROR
-        return output
+        return _Request(index, output, self.tokenizer.stream())
 
 
 def _take(request: _Request, result: SequenceOutput, on_text: OnText | None) -> None:

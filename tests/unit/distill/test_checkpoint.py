@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training_factories import assert_same_bits
 
 from tessera_cli.distill import checkpoint
 from tessera_cli.distill.checkpoint import TrainerState, latest_checkpoint, load_checkpoint, save_checkpoint
 from tessera_cli.errors import RunError, UsageError
+from tests.training_factories import assert_same_bits
 
 FINGERPRINTS = {"recipe": "a1", "data": "b2", "teacher": "c3"}
 

@@ -1,13 +1,16 @@
 """Documents: what is supervised, what is left out, what is an error."""
 
 import json
+import os
 import socket
+from copy import copy
 from pathlib import Path
 
 import pytest
 
 from tessera_cli.distill.data import Corpus, Document, build_batch, load_corpus
-from tessera_cli.errors import DataError
+from tessera_cli.distill.sources import read_rows
+from tessera_cli.errors import DataError, ModelError
 from tessera_cli.models.tokenizer import Tokenizer
 from tessera_cli.recipe.schema import DataSource
 
@@ -27,7 +30,7 @@ def load(tokenizer: Tokenizer, tmp_path: Path):
         lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
         file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         source = DataSource(path=str(file), format=data_format)
-        return load_corpus([source], tokenizer, max_seq_len=max_seq_len, train_on=train_on, home=tmp_path)
+        return load_corpus([source], tokenizer, max_seq_len=max_seq_len, train_on=train_on)
 
     return load
 
@@ -107,7 +110,19 @@ def test_documents_without_a_target_are_counted_and_nothing_else_is_an_error(loa
         ([{"text": "a"}, "[1]"], "text", "line 2 is not a JSON object"),
         ([{"text": "a"}, "", {"text": ""}], "text", "line 3: `text` is empty"),
         ([{"text": "a"}, {"text": 3}], "text", "line 2: `text` is 3"),
-        ([{"text": "a"}, {"other": "b"}], "text", "line 2: `text` is missing"),
+        ([{"text": "a"}, {"other": "b"}], "text", "line 2 has no column 'text', only other"),
+        ([{"text": None}], "text", "line 1: `text` is missing"),
+        ([{}], "text", "line 1 has no column 'text', only an empty object"),
+        ([{"text": "a"}, "null"], "text", "line 2 is not a JSON object"),
+        (['{"text": "a"} {"text": "b"}'], "text", "line 1 is not JSON: Extra data at 15"),
+        (['{"text": "a", "text": "b"}'], "text", "line 1 is not JSON: a key is given twice"),
+        (["[" * 10**5], "text", "line 1 is not JSON: maximum recursion"),
+        (
+            [{"text": "a"}, '{"text": "a\\ud800"}'],
+            "text",
+            "line 2: `text` has half of a surrogate pair at .* 2",
+        ),
+        (["", " "], "text", "data.jsonl is empty"),
         ([{"body": "a"}], "text", "no column 'text', only body"),
         ([{"messages": []}], "messages", "line 1: `messages` is empty"),
         ([{"messages": [{"role": "bot", "content": "a"}]}], "messages", "role` is 'bot'"),
@@ -120,14 +135,57 @@ def test_a_bad_row_is_named_by_its_line(load, rows, data_format, message):
         load(rows, data_format)
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"\xef\xbb\xbf" + b'{"text": "a"}\r\n\r\n{"text": "b"}', ["a", "b"]),
+        ('{"text": "a\u2028b\x85c"}\n'.encode(), ["a\u2028b\x85c"]),
+        (b'{"text": "2024-01-01"}\n{"text": "2024-01-02 10:00:00"}', ["2024-01-01", "2024-01-02 10:00:00"]),
+        (b'{"text": "a", "n": 1}\n{"text": "b", "n": [NaN]}', ["a", "b"]),
+        (b'{"text": "{\\"a\\": null}"}', ['{"a": null}']),
+    ],
+    ids=["byte-order mark and CRLF", "line separators", "dates", "other columns", "JSON in a text"],
+)
+def test_text_is_read_as_it_stands(content, expected, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    rows = [row for _, row in read_rows(tmp_path / "a.jsonl", "text")]
+    assert rows == [{"text": text} for text in expected]
+
+
+def test_bytes_that_are_not_utf_8_are_named_by_their_line(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl line 2 is not UTF-8"):
+        list(read_rows(tmp_path / "a.jsonl", "text"))
+
+
+def test_an_empty_answer_is_only_its_end_marker(load, tokenizer):
+    for content in ("", "  "):
+        corpus = load([{"messages": [QUESTION, {"role": "assistant", "content": content}]}], "messages")
+        assert supervised_text(corpus.documents[0], tokenizer) == content + "<|im_end|>"
+
+
+def test_a_file_that_changed_within_the_same_time_stamp_is_read_again(tmp_path):
+    file = tmp_path / "a.jsonl"
+    for text in ("one", "two"):
+        file.write_text(json.dumps({"text": text}))
+        os.utime(file, (10**9, 10**9))
+        assert [row for _, row in read_rows(file, "text")] == [{"text": text}]
+
+
 def test_a_file_that_is_missing_empty_or_of_another_kind_is_an_error(tokenizer, tmp_path):
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "a.csv").write_text("text\na\n")
-    faults = {"no.jsonl": "no such data file", "empty.jsonl": "is empty", "a.csv": "neither"}
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1nothing")
+    faults = {
+        "no.jsonl": "no such data file",
+        "empty.jsonl": "is empty",
+        "a.csv": "neither",
+        "bad.parquet": r"bad\.parquet cannot be read",
+    }
     for name, message in faults.items():
         source = DataSource(path=str(tmp_path / name), format="text")
         with pytest.raises(DataError, match=message):
-            load_corpus([source], tokenizer, max_seq_len=10, train_on="all", home=tmp_path)
+            load_corpus([source], tokenizer, max_seq_len=10, train_on="all")
 
 
 def test_an_answer_that_merges_with_its_prompt_is_an_error(load, tokenizer):
@@ -142,12 +200,31 @@ def test_a_template_that_rewrites_the_past_is_an_error(tiny_model_dir, tmp_path,
     monkeypatch.setattr(rewriting, "render_chat", lambda m, **k: f"{len(m)} messages\n" + render(m, **k))
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [QUESTION, ANSWER]}) + "\n")
     source = DataSource(path=str(tmp_path / "a.jsonl"), format="messages")
-    with pytest.raises(DataError, match="changes what precedes message 2"):
-        load_corpus([source], rewriting, max_seq_len=99, train_on="completion", home=tmp_path)
+    with pytest.raises(DataError, match="changes what precedes message 2") as caught:
+        load_corpus([source], rewriting, max_seq_len=99, train_on="completion")
+    assert "`data.train_on: all`" in caught.value.hint
+    corpus = load_corpus([source], rewriting, max_seq_len=99, train_on="all")
+    assert corpus.documents[0].supervised[1:].all()
 
 
-def test_a_file_that_changed_is_read_again(load):
-    assert load([{"text": "one"}], "text").fingerprint() != load([{"text": "two"}], "text").fingerprint()
+@pytest.mark.parametrize(
+    ("template", "error", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", DataError, "line 2: .* roles must alternate"),
+        ("{{ messages[1]['content']['x']['y'] }}", ModelError, "line 2: the chat template .* fails"),
+    ],
+)
+def test_a_conversation_that_a_template_refuses_is_named_by_its_line(
+    tokenizer, tmp_path, template, error, message
+):
+    picky = copy(tokenizer)
+    vars(picky).pop("_template", None)
+    picky.chat_template = "{% if messages|length > 2 %}" + template + "{% endif %}" + tokenizer.chat_template
+    rows = [{"messages": [QUESTION, ANSWER]}, {"messages": [QUESTION, QUESTION, ANSWER]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = DataSource(path=str(tmp_path / "a.jsonl"), format="messages")
+    with pytest.raises(error, match=message):
+        load_corpus([source], picky, max_seq_len=99, train_on="completion")
 
 
 def test_the_fingerprint_covers_ids_targets_and_order(load):
@@ -168,7 +245,7 @@ def test_parquet_is_read_like_jsonl(load, tokenizer, tmp_path):
     rows = [{"text": "A text."}, {"text": "Another."}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     source = DataSource(path=str(tmp_path / "a.parquet"), format="text")
-    corpus = load_corpus([source], tokenizer, max_seq_len=99, train_on="all", home=tmp_path)
+    corpus = load_corpus([source], tokenizer, max_seq_len=99, train_on="all")
     assert corpus.fingerprint() == load(rows, "text", train_on="all").fingerprint()
 
 

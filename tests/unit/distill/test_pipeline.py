@@ -2,14 +2,18 @@
 
 import dataclasses
 import json
+import os
+import resource
 import shutil
+import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tessera_cli.distill import pipeline
+from tessera_cli.distill import pipeline, run_directory
 from tessera_cli.distill.events import CheckpointSaved, Evaluated, Note, StageStarted, TrainStep
 from tessera_cli.distill.pipeline import evaluate_run, run_recipe
 from tessera_cli.distill.run_status import latest_unfinished, list_runs, read_run
@@ -244,6 +248,93 @@ def test_a_failure_is_recorded_with_its_cause_and_can_be_resumed(run, recipe_fil
     run(recipe_file, tmp_path / "run", resume=True)
     assert read_run(tmp_path / "run").error is None
     assert_same_weights(tmp_path / "run", finished[0].run_dir)
+
+
+@pytest.mark.parametrize(
+    ("file", "condition"),
+    [
+        ("metrics.jsonl", lambda event: isinstance(event, TrainStep) and event.step == 5),
+        ("model.safetensors", lambda event: isinstance(event, StageStarted) and event.name == "export"),
+        ("curve.png", lambda event: isinstance(event, StageStarted) and event.name == "report"),
+    ],
+)
+def test_a_disk_that_is_full_is_told_and_the_run_goes_on_when_there_is_room(
+    file, condition, run, recipe_file, finished, tmp_path
+):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    run_dir = tmp_path / "run"
+
+    def fill(event) -> None:
+        # The limit is on the size of a file: run.json fits, what is next to grow beyond it does not.
+        if condition(event):
+            room = (run_dir / file).stat().st_size + 10 if (run_dir / file).exists() else 10_000
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+
+    try:
+        with pytest.raises(RunError, match="cannot write") as caught:
+            run(recipe_file, run_dir, listener=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "--resume" in caught.value.hint
+    status = read_run(run_dir)
+    assert status.status == "failed"
+    assert status.error.startswith("RunError: cannot write")
+    assert list(run_dir.rglob(".*")) == []
+    run(recipe_file, run_dir, resume=True)
+    assert_same_weights(run_dir, finished[0].run_dir)
+
+
+def test_a_run_may_be_written_through_a_link_and_a_place_that_can_not_be_is_told(run, recipe_file, tmp_path):
+    recipe = load_recipe(recipe_file, ["train.max_steps=1"])
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    run(recipe, tmp_path / "link")
+    run(recipe, tmp_path / "link", overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert read_run(tmp_path / "disk").status == "finished"
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"cannot create .*file/run: Not a directory"):
+        run(recipe, tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("moment", ["recipe.yaml", "origins.json"])
+def test_a_run_that_dies_while_it_is_claimed_can_be_overwritten(
+    moment, run, recipe_file, tmp_path, monkeypatch
+):
+    recipe = load_recipe(recipe_file, ["train.max_steps=1"])
+    write = run_directory.write_text
+
+    def die(path: Path, text: str) -> None:
+        if path.name == moment:
+            raise SystemExit
+        write(path, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_directory, "write_text", die)
+        with pytest.raises(SystemExit):
+            run(recipe, tmp_path / "run")
+    file = tmp_path / "run" / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"process": [2**22 + 1, 0.0]}))
+    if moment == "recipe.yaml":
+        with pytest.raises(UsageError, match="nothing to resume"):
+            run(recipe, tmp_path / "run", resume=True)
+    run(recipe, tmp_path / "run", overwrite=True)
+    assert read_run(tmp_path / "run").status == "finished"
+
+
+def test_a_process_that_died_and_was_not_reaped_runs_nothing(finished, tmp_path):
+    state = json.loads((finished[0].run_dir / "run.json").read_text()) | {"status": "running"}
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        started = psutil.Process(process.pid).create_time()
+        (tmp_path / "run.json").write_text(json.dumps(state | {"process": [process.pid, started]}))
+        assert read_run(tmp_path).status == "running"
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert read_run(tmp_path).status == "interrupted"
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_directory_in_use_is_never_taken_silently(run, recipe_file, finished, tmp_path):

@@ -70,6 +70,36 @@ def test_what_models_say_cannot_become_markup(report):
     assert "| x<br>y | &#96;&#42;&#95; |" in text
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("- a list", "&#45; a list"),
+        ("1. a list", "&#49;. a list"),
+        ("    code", "&#32;   code"),
+        ("~~~\ncode", "&#126;&#126;&#126;<br>code"),
+        ("$x$", "&#36;x&#36;"),
+        ("a\x1b[31m\x00b", "a\ufffd&#91;31m\ufffdb"),
+        ("a\u2028- b", "a<br>- b"),
+        ("\n", "(empty)"),
+    ],
+)
+def test_no_prompt_begins_a_block_of_markup_or_drives_a_terminal(report, text, shown):
+    comparison = Comparison((Sample(text, "a", "b"),), 16, 1.0, 1.0)
+    assert f"\n> {shown}\n" in render_report(Report(**vars(report) | {"comparison": comparison}))
+
+
+def test_a_report_without_a_prompt_that_fits_says_so(tiny_model_dir, report):
+    import numpy as np
+
+    teacher = load_decoder(tiny_model_dir, dtype=torch.float32)
+    ids = np.full(500, 7, dtype=np.int32)
+    long = Document(ids, np.arange(500) == 499)
+    comparison = compare(teacher, teacher, Tokenizer.from_dir(tiny_model_dir), [long], num_samples=2)
+    text = render_report(Report(**vars(report) | {"comparison": comparison}))
+    assert "neither speed nor answers" in text
+    assert "output tokens/s" not in text
+
+
 def test_long_prompts_are_visibly_cut_to_their_end(report):
     comparison = Comparison((Sample("x" * 700 + "question?", "a", "b"),), 16, 1.0, 1.0)
     text = render_report(Report(**vars(report) | {"comparison": comparison}))

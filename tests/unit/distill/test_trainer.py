@@ -4,14 +4,6 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from tests.training_factories import (
-    assert_same_bits,
-    copy_weights,
-    make_decoder,
-    make_documents,
-    make_steps,
-    make_trainer,
-)
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
@@ -22,6 +14,14 @@ from tessera_cli.errors import ModelError, RunError, UsageError
 from tessera_cli.kernels.packed import PackedAttention
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.recipe.schema import TrainSection
+from tests.training_factories import (
+    assert_same_bits,
+    copy_weights,
+    make_decoder,
+    make_documents,
+    make_steps,
+    make_trainer,
+)
 
 
 def _without_targets(batch: TrainBatch) -> TrainBatch:

@@ -57,9 +57,13 @@ def test_without_chunks_a_whole_prompt_must_fit_into_a_step() -> None:
         ("top_p", 1.01),
         ("top_p", math.nan),
         ("top_k", -1),
+        ("top_k", 1.5),
         ("max_tokens", 0),
+        ("max_tokens", 2.5),
         ("seed", -1),
         ("seed", 2**63),
+        ("seed", 1.5),
+        ("stop_token_ids", (1.5,)),
         ("stop_token_ids", (3, -3)),
     ],
 )

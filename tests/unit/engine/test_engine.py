@@ -108,6 +108,24 @@ def test_a_failed_step_is_undone_and_can_be_run_again(
     assert run_to_end(engine) == expected
 
 
+def test_a_request_aborted_in_a_step_is_gone_after_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = engine._runner.run
+
+    def abort_and_run(output: SchedulerOutput) -> dict[str, int | SampleError]:
+        assert engine.abort("b")
+        return run(output)
+
+    for request_id in "abc":
+        engine.add_request(request_id, [5, 6], greedy(3))
+    monkeypatch.setattr(engine._runner, "run", abort_and_run)
+    assert [output.request_id for output in engine.step()] == ["a", "c"]
+    monkeypatch.undo()
+    engine._scheduler.check_invariants()
+    assert sorted(run_to_end(engine)) == ["a", "c"]
+
+
 def test_a_sampling_failure_ends_one_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     run = engine._runner.run
     monkeypatch.setattr(
@@ -202,6 +220,8 @@ def test_from_dir_lowers_max_model_len_only_with_a_note(tiny_model_dir: Path) ->
         ({"block_size": 0, "num_blocks": 20}, UsageError, "block_size"),
         ({"dtype": "int3"}, UsageError, "int3"),
         ({"device": "abacus"}, UsageError, "abacus"),
+        ({"device": "meta"}, UsageError, "meta"),
+        ({"device": "cpu:0"}, UsageError, "cpu:0"),
         ({"attention_backend": "flash"}, UsageError, "flash"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100}, UsageError, "chunked"),
     ],
@@ -216,6 +236,12 @@ def test_from_dir_refuses_sizes_before_it_reads_weights(
     (tmp_path / "config.json").write_bytes((tiny_model_dir / "config.json").read_bytes())
     with pytest.raises(error, match=match):
         Engine.from_dir(tmp_path, **options)
+
+
+@pytest.mark.parametrize("sizes", [{"kv_cache_memory": 10**15}, {"num_blocks": 10**30}])
+def test_a_cache_beyond_the_memory_is_refused(tiny_model_dir: Path, sizes: dict[str, int]) -> None:
+    with pytest.raises(CapacityError, match="does not fit into the memory of cpu"):
+        Engine.from_dir(tiny_model_dir, device="cpu", **sizes)
 
 
 def test_an_engine_refuses_more_positions_than_the_model_has(tiny_model_dir: Path) -> None:

@@ -86,6 +86,7 @@ def test_greedy_and_top_1_take_the_most_likely_token() -> None:
         SamplingParams(temperature=1e-9),
         SamplingParams(temperature=3.0, top_k=1),
         SamplingParams(temperature=3.0, top_p=1e-9),
+        SamplingParams(temperature=3.0, top_p=5e-324),  # zero in float32
     ):
         assert sample(logits, [params] * 30, [1.0] * 30) == logits.argmax(-1).tolist()
 
@@ -115,6 +116,13 @@ def test_extreme_logits_and_temperatures_stay_finite() -> None:
     for temperature in (1e-4, 1.0, 1e30):
         (token,) = sample(logits, [SamplingParams(temperature=temperature)], [0.2])
         assert token == 0
+
+
+def test_a_top_k_beyond_the_vocabulary_is_off() -> None:
+    logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(5))
+    expected = sample(logits, [SamplingParams(top_p=0.9)], [0.4])
+    for top_k in (60, 61, 2**63, 2**70):
+        assert sample(logits, [SamplingParams(top_p=0.9, top_k=top_k)], [0.4]) == expected
 
 
 def test_sampling_leaves_the_logits_alone() -> None:

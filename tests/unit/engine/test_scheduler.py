@@ -193,12 +193,10 @@ class TestCommit:
         scheduler.commit(output, sampled)
         with pytest.raises(RuntimeError, match="not the outstanding one"):
             scheduler.commit(output, sampled)
-        with pytest.raises(RuntimeError, match="not the outstanding one"):
-            scheduler.rollback(output)
-        newer = scheduler.schedule()
+        scheduler.schedule()
         with pytest.raises(RuntimeError, match="not the outstanding one"):
             scheduler.commit(output, {"r0": 1})
-        scheduler.rollback(newer)
+        scheduler.rollback()
         scheduler.check_invariants()
 
     @pytest.mark.parametrize("sampled", [{}, {"r0": 1, "r1": 2}, {"r1": 2}])
@@ -209,7 +207,7 @@ class TestCommit:
         with pytest.raises(ValueError, match="r0"):
             scheduler.commit(output, sampled)
         assert first.num_computed_tokens == 0
-        scheduler.rollback(output)
+        scheduler.rollback()
         scheduler.check_invariants()
 
     def test_an_idle_step_is_empty(self) -> None:
@@ -250,13 +248,13 @@ class TestRollback:
         output = scheduler.schedule()
         (late,) = make_sequences([1], prefix="late")
         scheduler.add(late)
-        scheduler.rollback(output)
+        scheduler.rollback()
         scheduler.check_invariants()
         assert scheduler.block_pool.num_free_blocks == 8
-        assert first.status is second.status is SequenceStatus.WAITING
+        assert first.status is second.status is SequenceStatus.PREEMPTED
         assert _lengths(scheduler.schedule()) == _lengths(output)
 
-    def test_a_block_for_a_decode_is_given_back_and_taken_again(self) -> None:
+    def test_a_decode_keeps_what_was_computed_before(self) -> None:
         scheduler, model = make_scheduler(), FakeModel(4)
         (sequence,) = _start(scheduler, [4])
         run_step(scheduler, model)
@@ -264,8 +262,9 @@ class TestRollback:
         output = scheduler.schedule()
         assert len(sequence.block_table) == 2
         model.fail(output)
-        scheduler.rollback(output)
-        assert (sequence.block_table, sequence.num_computed_tokens) == (before, 4)
+        scheduler.rollback()
+        assert (sequence.block_table[:1], sequence.num_computed_tokens) == (before, 4)
+        scheduler.check_invariants()
         run_all(scheduler, model)
         assert sequence.token_ids == expected_tokens(sequence, max_model_len=MODEL_LEN)
 
@@ -282,7 +281,7 @@ class TestRollback:
                 if item.start == 0 and item.sequence.num_output_tokens
             ]
             model.fail(output)
-            scheduler.rollback(output)
+            scheduler.rollback()
             scheduler.check_invariants()
             assert scheduler.num_waiting == waiting_before + len(output.preempted)
             for sequence in [*output.preempted, *readmitted]:
@@ -353,9 +352,9 @@ class TestAbort:
     def test_before_rollback_it_only_marks_and_rollback_ends_it(self, phase: Phase) -> None:
         scheduler, model = make_scheduler(), FakeModel(4)
         sequence = phase(scheduler, model)
-        output = scheduler.schedule()
+        scheduler.schedule()
         assert scheduler.abort(sequence.request_id)
-        scheduler.rollback(output)
+        scheduler.rollback()
         self._check_ended(scheduler, sequence)
         assert sequence not in run_all(scheduler, model)
         assert scheduler.block_pool.num_free_blocks == 8

@@ -14,7 +14,6 @@ def test_latencies_follow_from_the_times() -> None:
     assert metrics.itl == [0.5, 1.5]
     assert metrics.tpot == 1.0
     assert metrics.e2el == 4.5
-    assert (metrics.first_token_time, metrics.last_token_time) == (12.0, 14.0)
 
 
 def test_one_token_has_no_time_per_output_token() -> None:
@@ -26,7 +25,7 @@ def test_one_token_has_no_time_per_output_token() -> None:
 
 def test_what_has_not_happened_is_none() -> None:
     metrics = RequestMetrics(0.0)
-    assert (metrics.ttft, metrics.tpot, metrics.e2el, metrics.first_token_time) == (None, None, None, None)
+    assert (metrics.ttft, metrics.tpot, metrics.e2el) == (None, None, None)
 
 
 @pytest.mark.parametrize("percent", [0, 1, 37.5, 50, 90, 99, 100])

@@ -138,6 +138,7 @@ def test_later_tokens_of_a_chunk_do_not_reach_earlier_ones() -> None:
 
 def test_layers_have_caches_of_their_own() -> None:
     scene = Scene(*SCENES["all at once"])
+    scene.attention.key_cache.zero_()
     scene.fill_cache(1, poison=0.0)
     torch.testing.assert_close(scene.attend(layer=1).double(), scene.expected(), atol=2e-6, rtol=1e-5)
     assert not scene.attention.key_cache[0].any()
@@ -159,8 +160,17 @@ def test_writes_only_the_slots_of_new_tokens_and_never_the_null_block() -> None:
             assert torch.equal(cache.flatten(0, 1)[scene.slot(sequence, last)], history[last])
 
 
+def test_the_null_block_is_zero_whatever_the_memory_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: torch.full(shape, torch.nan, **options))
+    attention = Scene([4, 3], [4, 3]).attention
+    for cache in (attention.key_cache, attention.value_cache):
+        assert torch.equal(cache[:, 0], torch.zeros_like(cache[:, 0]))
+        assert bool(cache[:, 1:].isnan().all())
+
+
 def test_slot_minus_one_is_skipped() -> None:
     scene = Scene([4, 3], [4, 3])
+    scene.attention.key_cache.zero_()
     metadata = scene.metadata()
     metadata.slot_mapping[2] = -1
     scene.attention.attend(metadata, 0, scene.q, scene.new(scene.keys), scene.new(scene.values))

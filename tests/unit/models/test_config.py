@@ -61,6 +61,16 @@ def test_generation_config_has_the_last_word_on_eos(tmp_path: Path) -> None:
         ({"vocab_size": 0}, "below 1"),
         ({"head_dim": 7}, "odd"),
         ({"torch_dtype": "float64"}, "float64"),
+        ({"model_type": "mistral"}, "model_type 'mistral'"),
+        ({"architectures": "MixtralForCausalLM"}, "MixtralForCausalLM"),
+        ({"architectures": [None]}, "None"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false'"),
+        ({"rope_parameters": [1]}, "broken"),
+        ({"vocab_size": float("inf")}, "broken"),
+        ({"eos_token_id": ["x"]}, "broken"),
+        ({"rope_theta": 0.0}, "rope_theta=0.0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
     ],
 )
 def test_what_would_run_wrong_is_refused_by_name(change: dict[str, object], named: str) -> None:

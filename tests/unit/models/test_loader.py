@@ -70,7 +70,7 @@ def test_shards_load_like_one_file(model_dir: Path, tmp_path: Path) -> None:
     sharded = load_decoder(path, dtype=torch.float32)
     assert torch.equal(logits(sharded, TOKENS), logits(load_decoder(model_dir, dtype=torch.float32), TOKENS))
     (path / "model-1.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"model-1\.safetensors is missing"):
+    with pytest.raises(ModelError, match=r"model-1\.safetensors cannot be read"):
         load_decoder(path, dtype=torch.float32)
 
 
@@ -84,6 +84,19 @@ def test_damaged_weights_are_told_in_one_line(model_dir: Path, tmp_path: Path) -
             load_decoder(path, dtype=torch.float32)
     file.unlink()
     with pytest.raises(ModelError, match=r"no model\.safetensors"):
+        load_decoder(path, dtype=torch.float32)
+    for weight_map in ([], None, {"model.norm.weight": 1}, {"model.norm.weight": "."}):
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ModelError, match="cannot be read"):
+            load_decoder(path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_weights_are_refused(model_dir: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    path = copy(model_dir, tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, path / "model.safetensors")
+    with pytest.raises(ModelError, match=f"is stored as {str(dtype).removeprefix('torch.')}"):
         load_decoder(path, dtype=torch.float32)
 
 

@@ -18,7 +18,7 @@ def test_a_directory_is_taken_as_it_is(tiny_model_dir: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["./nope", "/nope", "../nope", "~/nope", "nope", "a/b/c", "nope.gguf", "a/b.gguf"]
+    "name", ["./nope", "/nope", "../nope", "~/nope", "nope", "nope/", "a/b/c", "nope.gguf", "a/b.gguf"]
 )
 def test_a_missing_path_is_never_asked_of_the_hub(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -77,3 +77,17 @@ def test_the_quick_start_teacher_is_converted_once(teacher_dir: Path) -> None:
     heard: list[str] = []
     again = resolve_model(TEACHER, home=teacher_dir.parent.parent, offline=True, notify=heard.append)
     assert (again, heard) == (teacher_dir, [])
+
+
+@pytest.mark.parametrize("name", ["", "~no-such-user/model", "m" * 5000, "/" + "m" * 5000, "org/"])
+def test_a_name_that_can_be_no_path_is_a_model_error(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError):
+        resolve(name, tmp_path)
+
+
+def test_a_module_without_a_file_is_no_package(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="'__main__'"):
+        resolve("package:__main__/model.gguf", tmp_path)

@@ -127,3 +127,33 @@ def test_missing_and_damaged_files_are_model_errors(tiny_model_dir: Path, tmp_pa
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
         Tokenizer.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", b"[1]"),
+        ("tokenizer_config.json", b"\xff"),
+        ("tokenizer_config.json", b'{"bos_token": {"x": 1}}'),
+        ("tokenizer_config.json", b'{"eos_token": 7}'),
+        ("tokenizer_config.json", b'{"chat_template": 5}'),
+        ("tokenizer_config.json", b'{"chat_template": [5]}'),
+        ("chat_template.jinja", b"\xff"),
+    ],
+)
+def test_a_file_of_another_shape_is_named(
+    tiny_model_dir: Path, tmp_path: Path, name: str, content: bytes
+) -> None:
+    path = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    (path / name).write_bytes(content)
+    with pytest.raises(ModelError, match=f"{name} cannot be read"):
+        Tokenizer.from_dir(path)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages[0].content + 1 }}", "{{ 1 / 0 }}", "{{ messages[9].x.y }}"]
+)
+def test_a_template_may_fail_in_any_way(tiny_model_dir: Path, tmp_path: Path, template: str) -> None:
+    tokenizer = Tokenizer.from_dir(with_template(tiny_model_dir, tmp_path, template))
+    with pytest.raises(ModelError, match="fails"):
+        tokenizer.render_chat(CHAT, add_generation_prompt=True)

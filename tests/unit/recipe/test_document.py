@@ -113,3 +113,17 @@ def test_what_is_not_plain_yaml_is_one_problem_with_a_line(text: str, where: str
 def test_a_key_is_its_text_and_a_list_is_no_key() -> None:
     assert parse_document("1: a\nnull: b\ntrue: c\n").value == {"1": "a", "null": "b", "true": "c"}
     assert parse_document("? [a]\n: 1\n").problems[0].text == "a key must be text"
+
+
+@pytest.mark.parametrize("value", ["!!bool x", "!!int x", "!!timestamp x", "!!binary x", "9" * 5000])
+def test_a_value_that_its_tag_contradicts_is_one_problem_with_a_line(value: str) -> None:
+    document = parse_document(f"a: 1\nb: {value}\n")
+    assert [problem.where for problem in document.problems] == ["line 2"]
+
+
+def test_what_is_nested_too_deeply_or_too_long_is_a_problem() -> None:
+    assert [problem.text for problem in parse_document("[" * 5000).problems] == [
+        "not YAML: nested too deeply"
+    ]
+    assert parse_value("[" * 5000).problems != []
+    assert parse_value("9" * 5000).problems != []

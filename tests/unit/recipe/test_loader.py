@@ -197,3 +197,10 @@ def test_a_missing_or_unreadable_file_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe9\n")
     with pytest.raises(UsageError, match="not UTF-8"):
         load_recipe(tmp_path / "latin.yaml")
+
+
+@pytest.mark.parametrize("path", ["~no-such-user/x", '"./a\\0b"', "a" * 5000])
+def test_what_can_be_no_path_is_a_problem_of_its_key(write: Write, sound: str, path: str) -> None:
+    found = problems(write(sound.replace("org/teacher", path)))
+    assert [problem.split(": ")[0] for problem in found] == ["line 3  teacher.model"]
+    assert problems(write(sound), f"data.train.0.path={path}" if len(path) < 99 else "seed=x") != []

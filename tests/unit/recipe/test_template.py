@@ -1,3 +1,4 @@
+import errno
 from pathlib import Path
 
 import pytest
@@ -27,4 +28,14 @@ def test_an_existing_recipe_is_only_replaced_by_force(tmp_path: Path) -> None:
 def test_a_name_that_no_run_can_have_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="cannot name"):
         write_template(name, tmp_path, force=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr("tessera_cli.recipe.template.os.replace", full)
+    with pytest.raises(OSError, match="full"):
+        write_template("tiny", tmp_path, force=False)
     assert list(tmp_path.iterdir()) == []

@@ -9,10 +9,10 @@ import pytest
 from tessera_cli.engine.config import SamplingParams
 from tessera_cli.engine.engine import Engine, SequenceOutput
 from tessera_cli.engine.sequence import FinishReason
-from tessera_cli.engine.stats import EngineStats
+from tessera_cli.engine.stats import EngineStats, RequestMetrics
 from tessera_cli.errors import CapacityError, UsageError
 from tessera_cli.serving.baseline import TransformersBaseline
-from tessera_cli.serving.benchmark import BenchmarkResult, RequestTimes, run_benchmark
+from tessera_cli.serving.benchmark import BenchmarkResult, run_benchmark
 from tessera_cli.serving.workload import (
     BenchmarkRequest,
     check_lengths,
@@ -110,7 +110,7 @@ def test_a_single_output_token_has_no_tpot_and_no_gap():
 
 
 def test_a_failed_request_adds_neither_tokens_nor_latencies():
-    seen: list[RequestTimes | None] = []
+    seen: list[RequestMetrics | None] = []
     engine = FakeEngine(Time(), fails={"1": 1, "2": 0})
     result = run(engine, requests(4, 4, 4), concurrency=3, on_finished=seen.append)
     assert (result.completed, result.failed, result.errors) == (1, 2, ["broken logits"] * 2)

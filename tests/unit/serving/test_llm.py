@@ -142,6 +142,26 @@ def test_ctrl_c_passes_through_and_leaves_the_engine_empty(llm: LLM) -> None:
     assert after.outputs == expected.outputs
 
 
+def test_ctrl_c_while_requests_are_added_leaves_the_engine_empty(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_request = llm.engine.add_request
+
+    def add_and_interrupt(request_id: str, prompt: list[int], params: SamplingParams) -> None:
+        add_request(request_id, prompt, params)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine, "add_request", add_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["fox"], GREEDY)
+    assert not llm.engine.has_unfinished()
+
+
+def test_refuses_a_text_in_place_of_a_list(llm: LLM) -> None:
+    with pytest.raises(UsageError, match="one text"):
+        llm.generate("fox", GREEDY)
+
+
 def test_refuses_another_number_of_params_than_of_prompts(llm: LLM) -> None:
     with pytest.raises(UsageError, match="2 sampling params for 1"):
         llm.generate(["fox"], [GREEDY, GREEDY])
