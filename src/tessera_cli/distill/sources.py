@@ -64,16 +64,17 @@ def _json_lines(path: Path) -> Iterator[PlacedRow]:
 
 
 def _parquet_rows(path: Path) -> Iterator[PlacedRow]:
+    import datasets
     import pyarrow
-    import pyarrow.parquet
 
     number = 0
     try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path} row {number}", row
-    except (OSError, pyarrow.ArrowException) as error:
+        # Streamed, so nothing is cached: a cache would be keyed by name and time, not by content.
+        rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        for row in rows:
+            number += 1
+            yield f"{path} row {number}", row
+    except (OSError, pyarrow.ArrowException, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"{path} cannot be read after {number} rows: {str(error).splitlines()[0]}") from error
 
 

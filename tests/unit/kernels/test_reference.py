@@ -146,6 +146,8 @@ def test_layers_have_caches_of_their_own() -> None:
 
 def test_writes_only_the_slots_of_new_tokens_and_never_the_null_block() -> None:
     scene = Scene(*SCENES["all at once"])
+    scene.attention.key_cache.zero_()
+    scene.attention.value_cache.zero_()
     scene.attend()
     slots = set(scene.metadata().slot_mapping.tolist())
     for cache, histories in (
