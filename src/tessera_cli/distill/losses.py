@@ -169,7 +169,8 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, head_grad = ctx.saved_tensors
-        return grad_output * hidden_grad, grad_output * head_grad, *[None] * 5
+        # In place: the head's gradient is as large as the head, and nobody needs it unscaled.
+        return hidden_grad.mul_(grad_output), head_grad.mul_(grad_output), *[None] * 5
 
 
 def _by_autograd(

@@ -1,11 +1,12 @@
 """What state a run is in, told by its run.json; reading it loads nothing heavy."""
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+from pydantic import TypeAdapter, ValidationError
 
 from tessera_cli.errors import UsageError
 from tessera_cli.recipe.loader import LoadedRecipe
@@ -59,17 +60,12 @@ def read_run(run_dir: Path) -> RunStatus:
         raise UsageError(f"{run_dir} holds no run", hint="`tessera distill show` lists the runs") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{file} cannot be read: {error}") from error
-    if not isinstance(raw, dict) or raw.keys() != {field.name for field in fields(RunStatus)}:
-        raise UsageError(f"{file} is not the state of a run that this version of Tessera wrote")
-    status = RunStatus(
-        **raw
-        | {
-            "path": run_dir,
-            "layers": None if raw["layers"] is None else tuple(raw["layers"]),
-            "export": None if raw["export"] is None else run_dir / raw["export"],
-            "process": tuple(raw["process"]),
-        }
-    )
+    try:
+        status = TypeAdapter(RunStatus).validate_python(raw | {"path": run_dir})
+    except (TypeError, ValidationError) as error:
+        raise UsageError(f"{file} is not the state of a run that this version of Tessera wrote") from error
+    if status.export is not None:
+        status = replace(status, export=run_dir / status.export)
     gone = status.status == "running" and not _is_alive(status.process)
     return replace(status, status="interrupted") if gone else status
 

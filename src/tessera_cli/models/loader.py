@@ -1,7 +1,6 @@
 """Decoders to and from Hugging Face model directories."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,20 +84,15 @@ def save_decoder(decoder: Decoder, path: Path, *, dtype: torch.dtype) -> None:
 
     `path` must exist; the caller makes it whole by renaming it.
     """
+    stored = next(name for name, value in _DTYPES.items() if value == dtype)
+    config = decoder.config.to_hf() | {"dtype": stored}
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors: dict[str, Tensor] = {}
     for name, parameter in _targets(decoder):
         tensors[name] = parameter.detach().to("cpu", dtype).contiguous()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    stored = next(name for name, value in _DTYPES.items() if value == dtype)
-    config = decoder.config.to_hf() | {"dtype": stored}
-    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def copy_generation_config(source: Path, target: Path) -> None:
-    """Carry the end-of-sequence ids of `source` over to the model directory `target`, if it lists them."""
-    file = source / "generation_config.json"
-    if file.exists():
-        shutil.copyfile(file, target / file.name)
+    # safetensors writes for its owner only; a model is as readable as the files beside it.
+    (path / "model.safetensors").chmod((path / "config.json").stat().st_mode & 0o777)
 
 
 def _targets(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
