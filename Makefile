@@ -30,8 +30,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/tessera distill recipes/quickstart.yaml
-	$(BIN)/tessera generate -p "Explain gravity to a curious ten-year-old in three or four simple sentences."
-	$(BIN)/tessera bench --concurrency 64
+	$(BIN)/tessera generate -p "What is gravity? Explain it in two or three sentences." \
+	  -p "Give me three tips for a good night of sleep." -p "Write a short story about a curious fox."
+	$(BIN)/tessera bench --concurrency 64 --num-prompts 128 --num-warmups 8 --input-len 64 --output-len 64
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
