@@ -30,7 +30,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/tessera distill recipes/quickstart.yaml
-	$(BIN)/tessera generate -p "What is gravity? Explain it in two or three sentences." \
+	$(BIN)/tessera generate --temperature 0.7 --top-p 0.9 --max-tokens 128 -p "What is gravity? Explain it in two or three sentences." \
 	  -p "Give me three tips for a good night of sleep." -p "Write a short story about a curious fox."
 	$(BIN)/tessera bench --concurrency 64 --num-prompts 128 --num-warmups 8 --input-len 64 --output-len 64
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tessera_cli.engine.engine import Engine
-from tessera_cli.engine.scheduler import SchedulerOutput
+from tessera_cli.engine.scheduler_output import SchedulerOutput
 from tessera_cli.models.decoder import Decoder
 from tests.engines import greedy, make_engine, run_to_end, tiny_decoder
 

@@ -45,7 +45,7 @@ def show_plan(loaded: "LoadedRecipe", output: Output, settings: Settings) -> Non
     """Write the plan of a recipe."""
     from tessera_cli.distill.plan import plan_recipe
 
-    result = plan_recipe(loaded, home=settings.home, offline=settings.offline)
+    result = plan_recipe(loaded, home=settings.home, offline=settings.offline, notify=output.note)
     origins = {key: str(origin) for key, origin in loaded.origins.items()}
     output.document({"recipe": loaded.recipe.model_dump(), "origins": origins, "plan": result.as_dict()})
     for line in plan_lines(loaded, result):

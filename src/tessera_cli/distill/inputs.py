@@ -10,7 +10,7 @@ from tessera_cli.distill.layer_choice import check_depth, even_layers, listed_la
 from tessera_cli.distill.packing import StepPlan
 from tessera_cli.errors import ModelError, UsageError
 from tessera_cli.models.config import ModelConfig
-from tessera_cli.models.source import resolve_model
+from tessera_cli.models.source import Notify, resolve_model
 from tessera_cli.models.tokenizer import Tokenizer
 from tessera_cli.recipe.loader import dump_recipe
 from tessera_cli.recipe.schema import DataSource, Recipe, StudentSection
@@ -64,15 +64,17 @@ class RunInputs:
         }
 
 
-def read_inputs(recipe: Recipe, *, home: Path, offline: bool) -> RunInputs:
+def read_inputs(recipe: Recipe, *, home: Path, offline: bool, notify: Notify | None = None) -> RunInputs:
     """Resolve the teacher, read and tokenise the documents, and lay out every step.
+
+    `notify` hears of a conversion, which takes a while.
 
     Raises:
         ModelError: no such teacher, or a tokenizer with more ids than the model.
         DataError: documents that cannot be read, or none to learn from.
         UsageError: a student or rows that do not fit this teacher.
     """
-    teacher = find_teacher(recipe, home=home, offline=offline)
+    teacher = find_teacher(recipe, home=home, offline=offline, notify=notify)
     layers = _layers(recipe.student, teacher.config.num_hidden_layers)
     train = read_split(recipe, recipe.data.train, teacher.tokenizer)
     held_out = read_split(recipe, recipe.data.eval, teacher.tokenizer)
@@ -86,9 +88,9 @@ def read_inputs(recipe: Recipe, *, home: Path, offline: bool) -> RunInputs:
     return RunInputs(recipe, teacher, train, held_out, steps, layers)
 
 
-def find_teacher(recipe: Recipe, *, home: Path, offline: bool) -> Teacher:
+def find_teacher(recipe: Recipe, *, home: Path, offline: bool, notify: Notify | None = None) -> Teacher:
     """The recipe's teacher, with errors as `read_inputs`."""
-    path = resolve_model(recipe.teacher.model, home=home, offline=offline)
+    path = resolve_model(recipe.teacher.model, home=home, offline=offline, notify=notify)
     teacher = Teacher(path, ModelConfig.from_dir(path), Tokenizer.from_dir(path))
     num_ids, num_rows = teacher.tokenizer.vocab_size, teacher.config.vocab_size
     if num_ids > num_rows:

@@ -77,7 +77,7 @@ def run_recipe(
         check_available(run_dir, overwrite=overwrite)
     device = select_device(device)
     listener(StageStarted("prepare"))
-    inputs = read_inputs(recipe.recipe, home=home, offline=offline)
+    inputs = read_inputs(recipe.recipe, home=home, offline=offline, notify=lambda text: listener(Note(text)))
     for note in inputs.notes:
         listener(Note(note))
     fingerprints = inputs.fingerprints()

@@ -6,6 +6,7 @@ from typing import Any
 
 from tessera_cli.distill.inputs import read_inputs
 from tessera_cli.models.config import ModelConfig
+from tessera_cli.models.source import Notify
 from tessera_cli.recipe.loader import LoadedRecipe
 from tessera_cli.recipe.schema import Recipe
 
@@ -71,13 +72,15 @@ class Plan:
         return values
 
 
-def plan_recipe(recipe: LoadedRecipe, *, home: Path, offline: bool) -> Plan:
+def plan_recipe(recipe: LoadedRecipe, *, home: Path, offline: bool, notify: Notify | None = None) -> Plan:
     """Find the teacher, tokenise the documents and count; no weights and no torch.
+
+    Only a GGUF teacher that was never used before is converted first; `notify` hears of it.
 
     Raises:
         UsageError: whatever would stop the run before its first step.
     """
-    inputs = read_inputs(recipe.recipe, home=home, offline=offline)
+    inputs = read_inputs(recipe.recipe, home=home, offline=offline, notify=notify)
     teacher, student = inputs.teacher.config, inputs.student_config
     return Plan(
         name=inputs.recipe.name,

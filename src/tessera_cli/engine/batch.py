@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tessera_cli.engine.block_pool import NULL_BLOCK
-from tessera_cli.engine.scheduler import SchedulerOutput
+from tessera_cli.engine.scheduler_output import SchedulerOutput
 from tessera_cli.engine.sequence import Sequence
 from tessera_cli.kernels.backend import AttentionMetadata
 

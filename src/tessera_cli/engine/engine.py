@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tessera_cli.engine.config import EngineConfig, SamplingParams
 from tessera_cli.engine.model_runner import ModelRunner
-from tessera_cli.engine.scheduler import ScheduledSequence, Scheduler
+from tessera_cli.engine.scheduler import Scheduler
+from tessera_cli.engine.scheduler_output import ScheduledSequence
 from tessera_cli.engine.sequence import FinishReason, SampleError, Sequence
 from tessera_cli.engine.sizing import (
     DEFAULT_KV_CACHE_MEMORY,

@@ -7,7 +7,7 @@ import torch
 from tessera_cli.engine.batch import build_batch
 from tessera_cli.engine.config import EngineConfig
 from tessera_cli.engine.sampler import sample, uniform
-from tessera_cli.engine.scheduler import SchedulerOutput
+from tessera_cli.engine.scheduler_output import SchedulerOutput
 from tessera_cli.engine.sequence import SampleError, Sequence
 from tessera_cli.errors import CapacityError
 from tessera_cli.kernels.reference import ReferenceAttention

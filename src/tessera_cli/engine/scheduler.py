@@ -20,30 +20,9 @@ from dataclasses import dataclass, field
 
 from tessera_cli.engine.block_pool import BlockPool
 from tessera_cli.engine.config import EngineConfig
+from tessera_cli.engine.scheduler_output import ScheduledSequence, SchedulerOutput
 from tessera_cli.engine.sequence import FinishReason, SampleError, Sequence, SequenceStatus
 from tessera_cli.errors import CapacityError, UsageError
-
-
-@dataclass(frozen=True)
-class ScheduledSequence:
-    """One sequence's share of a step: positions `start` up to `start + num_scheduled_tokens`.
-
-    `samples` says that the step reaches the sequence's last token, so that a token is sampled after it.
-    """
-
-    sequence: Sequence
-    num_scheduled_tokens: int
-    start: int
-    samples: bool
-
-
-@dataclass(frozen=True)
-class SchedulerOutput:
-    """What one step runs, oldest first, and who lost its blocks for it, newest first."""
-
-    scheduled: tuple[ScheduledSequence, ...]
-    preempted: tuple[Sequence, ...]
-    num_scheduled_tokens: int
 
 
 @dataclass

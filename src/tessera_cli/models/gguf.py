@@ -1,13 +1,16 @@
 """GGUF files, dequantised once into a plain model directory."""
 
+import io
 import shutil
 import struct
 import tempfile
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
-from tessera_cli.errors import ModelError
+from tessera_cli.errors import ModelError, RunError
 
 
 def convert_gguf(file: Path, target: Path) -> None:
@@ -18,6 +21,7 @@ def convert_gguf(file: Path, target: Path) -> None:
 
     Raises:
         ModelError: the file is damaged, of an unsupported architecture, or the `gguf` package is missing.
+        RunError: no space to write to.
     """
     try:
         import gguf  # noqa: F401  (transformers asks for it late and less clearly)
@@ -35,9 +39,11 @@ def convert_gguf(file: Path, target: Path) -> None:
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         try:
-            source = AutoModelForCausalLM.from_pretrained(
-                file.parent, gguf_file=file.name, dtype=torch.float32
-            )
+            # transformers draws a bar here, terminal or not.
+            with redirect_stderr(io.StringIO()):
+                source = AutoModelForCausalLM.from_pretrained(
+                    file.parent, gguf_file=file.name, dtype=torch.float32
+                )
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         except (ValueError, OSError, LookupError, OverflowError, struct.error) as error:
             raise ModelError(f"{file} cannot be read as a GGUF model: {error}") from error
@@ -47,8 +53,13 @@ def convert_gguf(file: Path, target: Path) -> None:
         plain = type(source)(config)
         plain.load_state_dict(source.state_dict())
         plain.tie_weights()
-        plain.save_pretrained(work)
-        tokenizer.save_pretrained(work)
+        try:
+            plain.save_pretrained(work)
+            tokenizer.save_pretrained(work)
+        except (OSError, SafetensorError) as error:
+            raise RunError(
+                f"cannot write {target}: {error}", hint="free space, or set TESSERA_HOME"
+            ) from error
         work.chmod(0o755)
         if not target.is_dir():  # another process may have been first
             work.rename(target)

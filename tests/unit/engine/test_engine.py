@@ -7,7 +7,7 @@ import torch
 
 from tessera_cli.engine.config import EngineConfig, SamplingParams
 from tessera_cli.engine.engine import Engine
-from tessera_cli.engine.scheduler import SchedulerOutput
+from tessera_cli.engine.scheduler_output import SchedulerOutput
 from tessera_cli.engine.sequence import FinishReason, SampleError
 from tessera_cli.errors import CapacityError, UsageError
 from tests.engines import greedy, make_engine, random_prompts, run_requests, run_to_end, tiny_decoder

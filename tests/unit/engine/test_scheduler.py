@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from tessera_cli.engine.config import SamplingParams
-from tessera_cli.engine.scheduler import Scheduler, SchedulerOutput
+from tessera_cli.engine.scheduler import Scheduler
+from tessera_cli.engine.scheduler_output import SchedulerOutput
 from tessera_cli.engine.sequence import FinishReason, SampleError, Sequence, SequenceStatus
 from tessera_cli.errors import CapacityError, UsageError
 from tests.factories import (
