@@ -206,7 +206,7 @@ class EngineView:
 
     def _title_line(self, glyphs: Glyphs, width: int) -> str:
         elapsed = clock_text(self.clock() - self.started)
-        parts = [*self.title, f"blocks {self.stats.num_blocks}{glyphs.times}{self.stats.block_size}"]
+        parts = [*self.title, f"block {self.stats.block_size}"]
         title, room = f" {glyphs.dot} ".join(parts), width - len(elapsed) - 2
         return f" {title[:room]:<{room}} {elapsed}"
 

@@ -20,11 +20,10 @@ class Glyphs:
     full: str = "█"
     rest: str = "░"
     dot: str = "·"
-    times: str = "×"
 
     @classmethod
     def of(cls, console: Console) -> "Glyphs":
-        return cls("#", "-", "|", "x") if console.options.ascii_only else cls()
+        return cls("#", "-", "|") if console.options.ascii_only else cls()
 
 
 def wants_live(console: Console, choice: bool | None, *, no_progress: bool) -> bool:
