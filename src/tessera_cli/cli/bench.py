@@ -140,7 +140,7 @@ def bench(
     """Measure the engine under load.
 
     \b
-      tessera bench runs/first-light/export --concurrency 1,8,64
+      tessera bench runs/RUN/export --concurrency 1,8,64
       tessera bench --request-rate 4 --num-prompts 100 --max-ttft-p99 500
 
     TTFT is submission to first token, queueing included; TPOT is (E2EL - TTFT) / (output tokens - 1);

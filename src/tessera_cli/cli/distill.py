@@ -162,7 +162,7 @@ def init(
 
     path = write_template(name.removesuffix(".yaml"), Path.cwd(), force=force)
     output = Output()
-    output.note(f"wrote {path.name}; see what it comes to, then run it:")
+    output.note(f"wrote {path.name}; put your documents where its `data` section says, then:")
     output.data(f"tessera distill plan {path.name}\ntessera distill {path.name}")
 
 

@@ -143,7 +143,7 @@ def generate(
     """Answer prompts with a model.
 
     \b
-      tessera generate runs/first-light/export -p "Why is the sky blue?"
+      tessera generate runs/RUN/export -p "Why is the sky blue?"
       tessera generate --prompt-file prompts.jsonl -o answers.jsonl
 
     Greedy unless --temperature is given. Exit status 1 if any prompt failed. The last line on stderr counts

@@ -8,6 +8,7 @@ from pathlib import Path
 from tessera_cli.distill.data import Corpus, load_corpus
 from tessera_cli.distill.layer_choice import check_depth, even_layers, listed_layers
 from tessera_cli.distill.packing import StepPlan
+from tessera_cli.distill.sources import check_file
 from tessera_cli.errors import ModelError, UsageError
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.source import Notify, resolve_model
@@ -74,6 +75,9 @@ def read_inputs(recipe: Recipe, *, home: Path, offline: bool, notify: Notify | N
         DataError: documents that cannot be read, or none to learn from.
         UsageError: a student or rows that do not fit this teacher.
     """
+    # Before the teacher, which may have to be downloaded or converted first.
+    for source in (*recipe.data.train, *recipe.data.eval):
+        check_file(Path(source.path))
     teacher = find_teacher(recipe, home=home, offline=offline, notify=notify)
     layers = _layers(recipe.student, teacher.config.num_hidden_layers)
     train = read_split(recipe, recipe.data.train, teacher.tokenizer)

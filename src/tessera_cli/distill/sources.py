@@ -18,13 +18,11 @@ COLUMNS: dict[DataFormat, tuple[str, ...]] = {
 }
 
 
-def read_rows(path: Path, data_format: DataFormat) -> Iterator[PlacedRow]:
-    """Yield the rows of a `.jsonl` or `.parquet` file, with the columns of `data_format` only.
-
-    Values are what the file says, as they are: a text that looks like a date stays a text.
+def check_file(path: Path) -> None:
+    """See that `path` is there and of a kind that `read_rows` knows.
 
     Raises:
-        DataError: no such file, another kind of file, no rows, a line that is not JSON, or a missing column.
+        DataError: it is not.
     """
     if path.suffix not in (".jsonl", ".parquet"):
         raise DataError(
@@ -34,6 +32,17 @@ def read_rows(path: Path, data_format: DataFormat) -> Iterator[PlacedRow]:
         raise DataError(
             f"no such data file: {path}", hint="paths in a recipe are relative to the recipe's file"
         )
+
+
+def read_rows(path: Path, data_format: DataFormat) -> Iterator[PlacedRow]:
+    """Yield the rows of a `.jsonl` or `.parquet` file, with the columns of `data_format` only.
+
+    Values are what the file says, as they are: a text that looks like a date stays a text.
+
+    Raises:
+        DataError: no such file, another kind of file, no rows, a line that is not JSON, or a missing column.
+    """
+    check_file(path)
     is_empty = True
     for where, row in _json_lines(path) if path.suffix == ".jsonl" else _parquet_rows(path):
         is_empty = False

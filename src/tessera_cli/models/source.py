@@ -71,7 +71,9 @@ def _converted(file: Path, home: Path, notify: Notify | None) -> Path:
         from tessera_cli.models.gguf import convert_gguf
 
         if notify is not None:
-            notify(f"converting {file.name} to safetensors in {target} (once)")
+            notify(
+                f"converting {file.name} to safetensors in {target} (once, about half a minute per 100 MB)"
+            )
         convert_gguf(file, target)
     return target
 

@@ -193,7 +193,7 @@ class EvalSection(Section):
     every: PositiveInt = 100
     """Steps between evaluations."""
     max_tokens: PositiveInt = 65536
-    """Supervised held-out tokens in an evaluation."""
+    """Supervised held-out tokens in an evaluation, at most; whole documents, at least one."""
     samples: NonNegativeInt = 3
     """Held-out prompts that the student continues for the report."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tessera_cli.distill.plan import plan_recipe
-from tessera_cli.errors import UsageError
+from tessera_cli.errors import DataError, UsageError
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.recipe.loader import load_recipe
 
@@ -99,3 +99,9 @@ plan_recipe(load_recipe(Path({str(recipe_file)!r})), home=Path({str(recipe_file.
 assert not {{"torch", "transformers", "accelerate", "matplotlib"}} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_missing_documents_are_told_before_the_teacher_is_looked_for(recipe_file):
+    # Looking for it can mean a download or a conversion.
+    with pytest.raises(DataError, match=r"no such data file: .*gone\.jsonl"):
+        plan(recipe_file, "data.eval.0.path=gone.jsonl", "teacher.model=./no-such-teacher")
