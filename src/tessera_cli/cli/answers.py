@@ -142,16 +142,6 @@ def check_destination(path: Path) -> Path:
     return path
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write `text` so that `path` has all of it or is untouched."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _heading(answer: Answer) -> str:
     """The prompt's beginning, on one line, and the error if there is one."""
     content = answer.prompt if answer.prompt is not None else (answer.messages or [])[-1]["content"]

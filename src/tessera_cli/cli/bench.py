@@ -7,12 +7,13 @@ from typing import Annotated
 import typer
 
 from tessera_cli.cli import options
-from tessera_cli.cli.answers import check_destination, write_file
+from tessera_cli.cli.answers import check_destination
 from tessera_cli.cli.bench_report import BenchFormat, check_gates, document, render_runs
 from tessera_cli.cli.loading import load_model
 from tessera_cli.cli.output import Output
 from tessera_cli.cli.terminal import wants_live
 from tessera_cli.errors import ExitCode, UsageError
+from tessera_cli.files import write_file
 from tessera_cli.serving.workload import DEFAULT_CONCURRENCY, check_range_ratio, check_rate
 from tessera_cli.settings import Settings
 

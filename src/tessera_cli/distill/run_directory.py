@@ -207,6 +207,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     Raises:
         RunError: the file system refuses.
     """
+    # Always the same name: a run has one writer, and what a killed one left is overwritten by the next.
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
         try:

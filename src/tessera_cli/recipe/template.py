@@ -1,11 +1,10 @@
 """The commented recipe that a user starts from."""
 
-import os
-import tempfile
 from importlib import resources
 from pathlib import Path
 
 from tessera_cli.errors import UsageError
+from tessera_cli.files import write_file
 from tessera_cli.recipe.schema import NAME_PATTERN
 
 
@@ -23,12 +22,5 @@ def write_template(name: str, directory: Path, *, force: bool) -> Path:
     if path.exists() and not force:
         raise UsageError(f"{path.name} exists", hint="choose another name, or replace it with --force")
     text = resources.files("tessera_cli.recipe").joinpath("template.yaml").read_text(encoding="utf-8")
-    descriptor, partial = tempfile.mkstemp(prefix=f".{name}-", suffix=".partial", dir=directory)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text.replace("name: NAME", f"name: {name}", 1))
-        os.chmod(partial, 0o644)
-        os.replace(partial, path)
-    finally:
-        Path(partial).unlink(missing_ok=True)
+    write_file(path, text.replace("name: NAME", f"name: {name}", 1))
     return path

@@ -35,7 +35,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr("tessera_cli.recipe.template.os.replace", full)
+    monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="full"):
         write_template("tiny", tmp_path, force=False)
     assert list(tmp_path.iterdir()) == []
