@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from tessera_cli.engine.config import EngineConfig, SamplingParams
+from tessera_cli.engine.config import EngineConfig
 from tessera_cli.engine.engine import Engine
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.engine.sequence import FinishReason
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.loader import load_decoder

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from tessera_cli.engine.config import EngineConfig, SamplingParams
+from tessera_cli.engine.config import EngineConfig
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.engine.scheduler import Scheduler
 from tessera_cli.engine.scheduler_output import ScheduledSequence, SchedulerOutput
 from tessera_cli.engine.sequence import SampleError, Sequence

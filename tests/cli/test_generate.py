@@ -8,8 +8,8 @@ import pytest
 from tessera_cli.cli.answers import Answer, cut_notes
 from tessera_cli.cli.app import run
 from tessera_cli.cli.prompts import Prompt, conversations_of, sampling_of
-from tessera_cli.engine.config import SamplingParams
 from tessera_cli.engine.engine import Engine
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.errors import DataError, ExitCode, UsageError
 from tessera_cli.files import write_file
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera_cli.engine.config import SamplingParams
+from tessera_cli.engine.sampling_params import SamplingParams
 from tests.engines import greedy, make_engine, random_prompts, run_requests, tiny_decoder
 
 LENGTHS = [1, 2, 4, 5, 17, 40, 63, 64, 65, 90]

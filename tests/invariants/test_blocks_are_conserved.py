@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tessera_cli.engine.config import SamplingParams
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.engine.scheduler import Scheduler
 from tessera_cli.engine.sequence import FinishReason, Sequence
 from tests.factories import FakeModel, check_output, expected_tokens, make_scheduler

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tessera_cli.engine.config import SamplingParams
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.models.tokenizer import Tokenizer
 from tessera_cli.serving.llm import LLM
 

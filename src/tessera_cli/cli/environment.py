@@ -94,8 +94,9 @@ def generation_check() -> dict[str, Any]:
 
     import torch
 
-    from tessera_cli.engine.config import EngineConfig, SamplingParams
+    from tessera_cli.engine.config import EngineConfig
     from tessera_cli.engine.engine import Engine
+    from tessera_cli.engine.sampling_params import SamplingParams
     from tessera_cli.models.config import ModelConfig
     from tessera_cli.models.decoder import Decoder
 

@@ -23,7 +23,7 @@ from tessera_cli.cli.live import EngineView
 from tessera_cli.cli.loading import LoadedModel, load_model
 from tessera_cli.cli.output import Output
 from tessera_cli.cli.terminal import wants_live
-from tessera_cli.engine.config import SamplingParams
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.errors import ExitCode, RunError, UsageError
 from tessera_cli.files import write_file
 from tessera_cli.settings import Settings

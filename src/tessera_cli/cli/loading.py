@@ -10,8 +10,9 @@ from tessera_cli.cli.output import Output
 from tessera_cli.settings import Settings, prepare_process
 
 if TYPE_CHECKING:
+    from tessera_cli.engine.loading import EngineOptions
     from tessera_cli.models.config import ModelConfig
-    from tessera_cli.serving.llm import LLM, EngineOptions
+    from tessera_cli.serving.llm import LLM
 
 
 @dataclass(frozen=True)

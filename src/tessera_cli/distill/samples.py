@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tessera_cli.distill.data import Document
-from tessera_cli.engine.config import EngineConfig, SamplingParams
+from tessera_cli.engine.config import EngineConfig
 from tessera_cli.engine.engine import Engine
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.tokenizer import Tokenizer
 

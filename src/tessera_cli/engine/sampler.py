@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tessera_cli.engine.config import SamplingParams
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.engine.sequence import SampleError
 
 # Below this sampling is greedy in all but near-ties, and the division by it may overflow.

@@ -5,7 +5,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 
-from tessera_cli.engine.config import SamplingParams
+from tessera_cli.engine.sampling_params import SamplingParams
 
 
 class SequenceStatus(Enum):

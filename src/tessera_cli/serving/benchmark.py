@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tessera_cli.engine.config import SamplingParams
 from tessera_cli.engine.engine import SequenceOutput
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.engine.sequence import FinishReason
 from tessera_cli.engine.stats import EngineStats, RequestMetrics, percentile
 from tessera_cli.errors import UsageError

@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Unpack
 
-from tessera_cli.engine.config import SamplingParams
-from tessera_cli.engine.engine import Engine, SequenceOutput
+from tessera_cli.engine.engine import SequenceOutput
+from tessera_cli.engine.loading import EngineOptions, load_engine
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.engine.sequence import FinishReason
 from tessera_cli.engine.stats import EngineStats, RequestMetrics
 from tessera_cli.errors import UsageError
@@ -16,21 +17,6 @@ from tessera_cli.models.tokenizer import Tokenizer, TokenStream
 from tessera_cli.settings import Settings
 
 Message = Mapping[str, str]
-
-
-class EngineOptions(TypedDict, total=False):
-    """The keyword arguments of `Engine.from_dir`."""
-
-    dtype: str
-    device: str
-    block_size: int
-    num_blocks: int | None
-    kv_cache_memory: int
-    max_model_len: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    enable_chunked_prefill: bool
-    attention_backend: str
 
 
 @dataclass
@@ -99,7 +85,7 @@ class LLM:
         settings = Settings.from_env()
         path = resolve_model(str(model), home=settings.home, offline=settings.offline)
         self.tokenizer = Tokenizer.from_dir(path)
-        self.engine = Engine.from_dir(path, **engine_options)
+        self.engine = load_engine(path, **engine_options)
         self._request_numbers = count()
 
     def generate(

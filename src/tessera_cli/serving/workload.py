@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from tessera_cli.engine.config import SamplingParams
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.errors import CapacityError, UsageError
 
 DEFAULT_CONCURRENCY = 64

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tessera_cli.engine.config import EngineConfig, SamplingParams
+from tessera_cli.engine.config import EngineConfig
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.errors import CapacityError, UsageError
 
 

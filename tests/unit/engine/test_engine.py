@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tessera_cli.engine.config import EngineConfig, SamplingParams
+from tessera_cli.engine.config import EngineConfig
 from tessera_cli.engine.engine import Engine
+from tessera_cli.engine.loading import load_engine
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.engine.scheduler_output import SchedulerOutput
 from tessera_cli.engine.sequence import FinishReason, SampleError
 from tessera_cli.errors import CapacityError, UsageError
@@ -196,7 +198,7 @@ def test_a_step_without_requests_does_nothing(engine: Engine) -> None:
 
 def test_from_dir_sizes_the_cache_by_bytes(tiny_model_dir: Path) -> None:
     block_bytes = 3 * 2 * 2 * 16 * 4 * 16  # layers, keys and values, heads, head_dim, float32, block_size
-    engine = Engine.from_dir(tiny_model_dir, kv_cache_memory=40 * block_bytes + 1, device="cpu")
+    engine = load_engine(tiny_model_dir, kv_cache_memory=40 * block_bytes + 1, device="cpu")
     assert engine.config.num_blocks == 40
     assert engine.config.max_model_len == 512
     assert engine.notes == []
@@ -204,7 +206,7 @@ def test_from_dir_sizes_the_cache_by_bytes(tiny_model_dir: Path) -> None:
 
 
 def test_from_dir_lowers_max_model_len_only_with_a_note(tiny_model_dir: Path) -> None:
-    engine = Engine.from_dir(tiny_model_dir, num_blocks=11, device="cpu")
+    engine = load_engine(tiny_model_dir, num_blocks=11, device="cpu")
     assert engine.config.max_model_len == 160
     assert engine.notes == ["max_model_len lowered from 512 to 160, which is what the KV cache holds"]
 
@@ -235,13 +237,13 @@ def test_from_dir_refuses_sizes_before_it_reads_weights(
 ) -> None:
     (tmp_path / "config.json").write_bytes((tiny_model_dir / "config.json").read_bytes())
     with pytest.raises(error, match=match):
-        Engine.from_dir(tmp_path, **options)
+        load_engine(tmp_path, **options)
 
 
 @pytest.mark.parametrize("sizes", [{"kv_cache_memory": 10**15}, {"num_blocks": 10**30}])
 def test_a_cache_beyond_the_memory_is_refused(tiny_model_dir: Path, sizes: dict[str, int]) -> None:
     with pytest.raises(CapacityError, match="does not fit into the memory of cpu"):
-        Engine.from_dir(tiny_model_dir, device="cpu", **sizes)
+        load_engine(tiny_model_dir, device="cpu", **sizes)
 
 
 def test_an_engine_refuses_more_positions_than_the_model_has(tiny_model_dir: Path) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tessera_cli.engine.config import EngineConfig, SamplingParams
+from tessera_cli.engine.config import EngineConfig
 from tessera_cli.engine.model_runner import ModelRunner
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.engine.scheduler import Scheduler
 from tessera_cli.engine.sequence import SampleError, Sequence
 from tests.engines import greedy, random_prompts, tiny_decoder

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tessera_cli.engine.config import SamplingParams
 from tessera_cli.engine.sampler import sample, uniform
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.engine.sequence import SampleError
 
 PARAMS = [

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tessera_cli.engine.config import SamplingParams
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.engine.scheduler import Scheduler
 from tessera_cli.engine.scheduler_output import SchedulerOutput
 from tessera_cli.engine.sequence import FinishReason, SampleError, Sequence, SequenceStatus

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tessera_cli.engine.config import SamplingParams
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.engine.sequence import FinishReason, Sequence
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tessera_cli.engine.config import SamplingParams
-from tessera_cli.engine.engine import Engine, SequenceOutput
+from tessera_cli.engine.engine import SequenceOutput
+from tessera_cli.engine.loading import load_engine
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.engine.sequence import FinishReason
 from tessera_cli.engine.stats import EngineStats, RequestMetrics
 from tessera_cli.errors import CapacityError, UsageError
@@ -202,7 +203,7 @@ def test_what_can_never_work_is_refused():
 
 
 def test_the_engine_and_the_baseline_do_the_same_work_to_the_token(tiny_model_dir: Path):
-    engine = Engine.from_dir(tiny_model_dir, num_blocks=64, dtype="float32", device="cpu")
+    engine = load_engine(tiny_model_dir, num_blocks=64, dtype="float32", device="cpu")
     work = random_requests(5, input_len=12, output_len=6, range_ratio=0.5, vocab_size=300, seed=0)
     result = run_benchmark(engine, work, concurrency=2)
     baseline = TransformersBaseline(tiny_model_dir, dtype="float32", device="cpu").run(work, batch_size=2)

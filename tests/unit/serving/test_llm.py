@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tessera_cli.engine.config import SamplingParams
 from tessera_cli.engine.engine import SequenceOutput
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.engine.sequence import FinishReason
 from tessera_cli.engine.stats import EngineStats
 from tessera_cli.errors import ModelError, UsageError
