@@ -1,20 +1,26 @@
 """What an engine is sized to; sizes that can never work are refused."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from tessera_cli.errors import CapacityError, UsageError
+
+SchedulingPolicy = Literal["fcfs", "priority"]
+KVCacheDtype = Literal["auto", "float32", "float16", "bfloat16", "int8"]
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The sizes that an engine is built with.
+    """The sizes and policies that an engine is built with.
 
     `num_blocks` counts the physical KV blocks, the null block included; `block_size`, `max_model_len` (prompt
     and output of one sequence together) and `max_num_batched_tokens` (one step) count tokens; `max_num_seqs`
-    counts the sequences that run at once.
+    counts the sequences that run at once. `scheduling_policy` "fcfs" goes by arrival alone, "priority" by each
+    request's number first, the lower the sooner. `kv_cache_dtype` "auto" is the dtype of the weights.
 
     Raises:
-        UsageError: a size below one, or a prompt that could never be scheduled whole without chunked prefill.
+        UsageError: a size below one, an unknown policy or dtype, or a prompt that could never be scheduled
+            whole without chunked prefill.
         CapacityError: the pool cannot hold one sequence of `max_model_len` tokens.
     """
 
@@ -24,6 +30,9 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    kv_cache_dtype: KVCacheDtype = "auto"
 
     def __post_init__(self) -> None:
         require("num_blocks", self.num_blocks, self.num_blocks >= 2, "at least 2, the null block and another")
@@ -32,6 +41,9 @@ class EngineConfig:
         require("max_num_seqs", self.max_num_seqs, self.max_num_seqs >= 1, "at least 1")
         num_batched = self.max_num_batched_tokens
         require("max_num_batched_tokens", num_batched, num_batched >= 1, "at least 1")
+        for name, choices in (("scheduling_policy", SchedulingPolicy), ("kv_cache_dtype", KVCacheDtype)):
+            value = getattr(self, name)
+            require(name, repr(value), value in get_args(choices), f"one of {', '.join(get_args(choices))}")
         needed = self.blocks_for(self.max_model_len)
         if self.num_usable_blocks < needed:
             raise CapacityError(
@@ -48,6 +60,11 @@ class EngineConfig:
                 hint=f"raise max_num_batched_tokens to {self.max_model_len}, lower max_model_len or enable"
                 " chunked prefill",
             )
+
+    @property
+    def max_num_slots(self) -> int:
+        """Sequences that run at once, each of which needs one token of a step's budget."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def num_usable_blocks(self) -> int:

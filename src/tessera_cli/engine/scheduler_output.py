@@ -1,27 +1,44 @@
 """What one step runs: all that passes from the scheduler to the runner."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tessera_cli.engine.sequence import Sequence
 
 
-@dataclass(frozen=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """One sequence's share of a step: positions `start` up to `start + num_scheduled_tokens`.
 
-    `samples` says that the step reaches the sequence's last token, so that a token is sampled after it.
+    `num_samples` tokens are sampled after the last of them: none before the sequence's last token, one there,
+    and all n of a request at once where its prompt ends and it forks.
     """
 
     sequence: Sequence
     num_scheduled_tokens: int
     start: int
-    samples: bool
+    num_samples: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step reaches the sequence's last token, so that a token is sampled after it."""
+        return self.num_samples > 0
 
 
-@dataclass(frozen=True)
+class BlockCopy(NamedTuple):
+    """The keys and values of block `source` are to be copied to block `target` before the step writes any."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """What one step runs, oldest first, and who lost its blocks for it, newest first."""
+    """What one step runs, best rank first; who lost its blocks for it, worst rank first; what to copy before.
+
+    No block is a target twice, and none that is a target is a later copy's source.
+    """
 
     scheduled: tuple[ScheduledSequence, ...]
     preempted: tuple[Sequence, ...]
+    block_copies: tuple[BlockCopy, ...]
     num_scheduled_tokens: int
