@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,11 +21,42 @@ class BenchmarkRequest:
 
 
 def random_requests(
-    num_requests: int, *, input_len: int, output_len: int, range_ratio: float, vocab_size: int, seed: int
+    num_requests: int,
+    *,
+    input_len: int,
+    output_len: int,
+    range_ratio: float,
+    vocab_size: int,
+    seed: int,
+    prefix_len: int = 0,
 ) -> list[BenchmarkRequest]:
     """Requests of random token ids, answered greedily and in full.
 
-    Lengths are uniform between ``length * (1 - range_ratio)`` and ``length * (1 + range_ratio)``, at least 1;
+    Every prompt starts with the same `prefix_len` tokens, which come on top of its own length.
+
+    Raises:
+        UsageError: a length that means nothing, or `range_ratio` outside [0, 1).
+    """
+    check_prefix_len(prefix_len)
+    # Apart from the lengths, so that the same lengths can be had without the ids.
+    generator = random.Random(f"token ids {seed}")
+
+    def token_ids(count: int) -> list[int]:
+        return [generator.randrange(vocab_size) for _ in range(count)]
+
+    prefix = token_ids(prefix_len)
+    lengths = random_lengths(
+        num_requests, input_len=input_len, output_len=output_len, range_ratio=range_ratio, seed=seed
+    )
+    return [BenchmarkRequest(prefix + token_ids(num_in), greedy(num_out)) for num_in, num_out in lengths]
+
+
+def random_lengths(
+    num_requests: int, *, input_len: int, output_len: int, range_ratio: float, seed: int
+) -> Iterator[tuple[int, int]]:
+    """Tokens in and out of each request, one after the other.
+
+    Both are uniform between ``length * (1 - range_ratio)`` and ``length * (1 + range_ratio)``, at least 1;
     this is what vLLM's `--random-range-ratio` means.
 
     Raises:
@@ -39,11 +70,7 @@ def random_requests(
     def length(mean: int) -> int:
         return generator.randint(max(1, int(mean * (1 - range_ratio))), int(mean * (1 + range_ratio)))
 
-    def request() -> BenchmarkRequest:
-        ids = [generator.randrange(vocab_size) for _ in range(length(input_len))]
-        return BenchmarkRequest(ids, greedy(length(output_len)))
-
-    return [request() for _ in range(num_requests)]
+    return ((length(input_len), length(output_len)) for _ in range(num_requests))
 
 
 def greedy(output_len: int) -> SamplingParams:
@@ -67,18 +94,28 @@ def check_lengths(requests: Iterable[BenchmarkRequest], max_model_len: int) -> N
 
 
 def poisson_arrivals(num_requests: int, rate: float | None, seed: int) -> list[float] | None:
+    """`gamma_arrivals` of burstiness 1, whose gaps are exponential."""
+    return gamma_arrivals(num_requests, rate, seed, burstiness=1.0)
+
+
+def gamma_arrivals(
+    num_requests: int, rate: float | None, seed: int, *, burstiness: float
+) -> list[float] | None:
     """Seconds after the start at which requests are due: the first at 0, then gaps of mean 1/rate.
 
-    None without a rate: a request is due when there is a place for it.
+    The gaps are gamma distributed with shape `burstiness`, as vLLM's `--burstiness` has it: 1 is a Poisson
+    process, less comes in bursts, more is steadier. None without a rate: a request is due when there is a
+    place for it.
 
     Raises:
-        UsageError: a rate that is not a positive, finite number.
+        UsageError: a rate or a burstiness that is not a positive, finite number.
     """
+    check_burstiness(burstiness)
     if rate is None:
         return None
     check_rate(rate)
     generator = random.Random(seed)
-    gaps = (generator.expovariate(rate) for _ in range(num_requests - 1))
+    gaps = (generator.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(num_requests - 1))
     return list(accumulate(gaps, initial=0.0))
 
 
@@ -92,3 +129,18 @@ def check_rate(rate: float) -> None:
     """Refuse, with a UsageError, a request rate that is not a positive, finite number."""
     if not 0 < rate < math.inf:
         raise UsageError(f"request rate {rate} is not a positive number", hint="per second, such as 2.5")
+
+
+def check_burstiness(burstiness: float) -> None:
+    """Refuse, with a UsageError, a burstiness that is not a positive, finite number."""
+    if not 0 < burstiness < math.inf:
+        raise UsageError(
+            f"burstiness {burstiness} is not a positive number",
+            hint="1 is a Poisson process, less is burstier",
+        )
+
+
+def check_prefix_len(prefix_len: int) -> None:
+    """Refuse, with a UsageError, a shared prefix of less than no tokens."""
+    if prefix_len < 0:
+        raise UsageError(f"a shared prefix of {prefix_len} tokens", hint="use 0 or more")
