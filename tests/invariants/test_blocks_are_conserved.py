@@ -1,103 +1,218 @@
-"""Whatever is added, aborted, preempted or rolled back: no block is lost, and nobody's output changes."""
+"""Whatever is added, forked, aborted, preempted or rolled back: no block is lost, nobody's output changes."""
 
-import random
+from collections import Counter
+from typing import Any
 
-import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tessera_cli.engine.sampling_params import SamplingParams
-from tessera_cli.engine.scheduler import Scheduler
-from tessera_cli.engine.sequence import FinishReason, Sequence
+from tessera_cli.engine.sequence import FinishReason, SampleError, Sequence
 from tests.factories import FakeModel, check_output, expected_tokens, make_scheduler
 
+BLOCK_SIZES = st.sampled_from([1, 2, 4])
+# Few prompts that begin alike, so that they meet in the cache.
+PROMPTS = st.builds(
+    lambda length, tail: [3] * (length - len(tail[:length])) + tail[:length],
+    st.integers(1, 15),
+    st.lists(st.sampled_from([3, 4]), max_size=3),
+)
 
-class Walk:
-    """A seeded random walk over one scheduler, whose pool holds one to two of the longest sequences."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.block_size = self.random.choice([1, 2, 4])
-        max_model_len = self.random.choice([9, 16, 23])
-        num_needed = -(-max_model_len // self.block_size)
-        is_chunked = self.random.random() < 0.7
-        self.scheduler: Scheduler = make_scheduler(
-            num_blocks=1 + num_needed + self.random.randrange(num_needed + 1),
-            block_size=self.block_size,
+class Books(RuleBasedStateMachine):
+    """One scheduler whose pool holds 1 to 2 of the longest sequences, driven by chance."""
+
+    @initialize(
+        block_size=BLOCK_SIZES,
+        max_model_len=st.sampled_from([8, 12, 16]),
+        extra=st.integers(0, 4),
+        max_num_seqs=st.sampled_from([1, 3, 8]),
+        budget=st.sampled_from([1, 2, 5, 30, None]),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        caches=st.booleans(),
+    )
+    def start(
+        self,
+        block_size: int,
+        max_model_len: int,
+        extra: int,
+        max_num_seqs: int,
+        budget: int | None,
+        policy: str,
+        caches: bool,
+    ) -> None:
+        self.scheduler = make_scheduler(
+            num_blocks=1 + -(-max_model_len // block_size) + extra,
+            block_size=block_size,
             max_model_len=max_model_len,
-            max_num_seqs=self.random.choice([1, 3, 8]),
-            max_num_batched_tokens=self.random.choice([1, 2, 5, 30]) if is_chunked else max_model_len,
-            enable_chunked_prefill=is_chunked,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget or max_model_len,
+            enable_chunked_prefill=budget is not None,
+            scheduling_policy=policy,
+            enable_prefix_caching=caches,
         )
-        self.model = FakeModel(self.block_size)
+        self.model = FakeModel(block_size)
         self.sequences: list[Sequence] = []
         self.finished: list[Sequence] = []
-        self.num_rollbacks = 0
+        self.num_added = 0
+        self.output: Any = None
 
-    def add(self) -> None:
-        max_model_len = self.scheduler.config.max_model_len
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 11),
+        ignore_eos=st.booleans(),
+        stops=st.lists(st.integers(0, 22), max_size=1),
+        n=st.sampled_from([1, 1, 2, 3]),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from([None, None, "a"]),
+        min_tokens=st.sampled_from([0, 0, 2]),
+        reads_cache=st.sampled_from([True, True, True, False]),
+    )
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        ignore_eos: bool,
+        stops: list[int],
+        n: int,
+        priority: int,
+        salt: str | None,
+        min_tokens: int,
+        reads_cache: bool,
+    ) -> None:
+        config = self.scheduler.config
         params = SamplingParams(
-            max_tokens=self.random.randrange(1, 12),
-            ignore_eos=self.random.random() < 0.5,
-            stop_token_ids=tuple(self.random.sample(range(23), self.random.randrange(2))),
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+            stop_token_ids=tuple(stops),
+            n=min(n, config.max_num_slots),
+            min_tokens=min(min_tokens, max_tokens),
+            prompt_logprobs=None if reads_cache else 0,
         )
-        prompt = [self.random.randrange(23) for _ in range(self.random.randrange(1, max_model_len))]
-        sequence = Sequence(f"r{len(self.sequences)}", prompt, params)
-        self.sequences.append(sequence)
+        sequence = Sequence(
+            f"r{self.num_added}",
+            prompt[: config.max_model_len - 1],
+            params,
+            priority=priority if config.scheduling_policy == "priority" else 0,
+            cache_salt=salt,
+        )
+        self.num_added += 1
         self.scheduler.add(sequence)
+        self.sequences.append(sequence)
 
-    def abort(self) -> None:
-        if self.sequences:
-            sequence = self.random.choice(self.sequences)
-            was_live = sequence.finish_reason is None and not sequence.aborted
-            assert self.scheduler.abort(sequence.request_id) == was_live
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.sequences))
+        live = self.scheduler.queues.requests.get(sequence.request_id, [])
+        is_live = any(not one.aborted for one in live)
+        assert self.scheduler.abort(sequence.request_id) == is_live
+        assert not self.scheduler.abort(sequence.request_id)
 
-    def step(self, *, quietly: bool = False) -> None:
-        output = self.scheduler.schedule()
-        check_output(self.scheduler, output)
-        if not quietly:
-            for action in (self.add, self.abort):
-                if self.random.random() < 0.15:
-                    action()
-        if not quietly and self.random.random() < 0.2:
-            self.model.fail(output)
+    @precondition(lambda self: self.output is None and self.scheduler.num_running)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.scheduler.queues.running))
+        if sequence.num_pending_forks == 0:
+            ended = self.scheduler.finish(sequence.request_id, sequence.child_index, FinishReason.ABORT)
+            assert ended is sequence
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.model.weights += 1
+        self.scheduler.reset_prefix_cache()
+
+    @precondition(lambda self: self.output is None)
+    @rule(fails=st.sampled_from([False, False, False, True]))
+    def schedule(self, fails: bool) -> None:
+        self.output = self.scheduler.schedule()
+        check_output(self.scheduler, self.output)
+        for item in self.output.scheduled:
+            if item.start == item.sequence.num_cached_tokens:  # it has just been admitted
+                assert self.model.oldest_weights(item.sequence) == self.model.weights
+        if fails:
+            self.model.fail(self.output)
+        self.tokens = None if fails else self.model.run(self.output)
+
+    @precondition(lambda self: self.output is not None)
+    @rule(errors=st.sampled_from([False, False, False, True]))
+    def end_step(self, errors: bool) -> None:
+        if self.tokens is None:
             self.scheduler.rollback()
-            self.num_rollbacks += 1
         else:
-            self.finished += self.scheduler.commit(output, self.model.run(output))
-        self.scheduler.check_invariants()
+            if errors and self.tokens:
+                first = next(iter(self.tokens))
+                self.tokens[first] = [SampleError("not finite")] * len(self.tokens[first])
+            self.finished += self.scheduler.commit(self.output, self.tokens)
+            known = {id(one) for one in self.sequences}
+            for one in [*self.scheduler.queues.live(), *self.finished]:
+                if id(one) not in known:  # a child
+                    known.add(id(one))
+                    self.sequences.append(one)
+        self.output = None
 
-    def run(self, num_actions: int) -> None:
-        for _ in range(num_actions):
-            (action,) = self.random.choices([self.add, self.abort, self.step], weights=[3, 1, 12])
-            action()
+    @invariant()
+    def the_books_balance(self) -> None:
+        if hasattr(self, "scheduler"):
             self.scheduler.check_invariants()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        if self.output is not None:
+            self.end_step(False)
         budget = 40 * len(self.sequences) + 40
         while self.scheduler.has_unfinished():
-            self.step(quietly=True)
+            self.schedule(False)
+            self.end_step(False)
+            self.scheduler.check_invariants()
             budget -= 1
             assert budget > 0, "the queues never empty"
+        pool = self.scheduler.block_pool
+        assert pool.num_free_blocks == self.scheduler.config.num_usable_blocks
+        for sequence in self.sequences:
+            expected = expected_tokens(sequence, max_model_len=self.scheduler.config.max_model_len)
+            if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                assert sequence.token_ids == expected
+                assert sum(one is sequence for one in self.finished) == 1
+            else:
+                assert sequence.token_ids == expected[: sequence.num_tokens]
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_a_random_walk_ends_with_all_blocks_free_and_uncontended_outputs(seed: int) -> None:
-    walk = Walk(seed)
-    walk.run(150)
-    scheduler = walk.scheduler
-    assert scheduler.block_pool.num_free_blocks == scheduler.config.num_usable_blocks
-    for sequence in walk.sequences:
-        expected = expected_tokens(sequence, max_model_len=scheduler.config.max_model_len)
-        if sequence.finish_reason is FinishReason.ABORT:
-            assert sequence.token_ids == expected[: sequence.num_tokens]
-        else:
-            assert sequence.token_ids == expected
-            assert walk.finished.count(sequence) == 1
+SETTINGS = settings(
+    max_examples=150,
+    stateful_step_count=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+Books.TestCase.settings = SETTINGS
+TestBooks = Books.TestCase
 
 
 def test_the_walks_are_hard() -> None:
-    """The property above means little if the pools never run short."""
-    walks = [Walk(seed) for seed in range(60)]
-    for walk in walks:
-        walk.run(150)
-    assert sum(walk.scheduler.num_preemptions > 3 for walk in walks) >= 10
-    assert all(walk.num_rollbacks for walk in walks)
-    reasons = {sequence.finish_reason for walk in walks for sequence in walk.sequences}
-    assert reasons == {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT}
+    """The property above means little if the pools never run short and nothing is ever shared."""
+    seen: Counter[str] = Counter()
+
+    class Counted(Books):
+        def teardown(self) -> None:
+            super().teardown()
+            if hasattr(self, "scheduler"):
+                seen["preemptions"] += self.scheduler.num_preemptions
+                seen["forks"] += self.scheduler.num_forks
+                seen["copies"] += self.scheduler.num_block_copies
+                seen["hits"] += self.scheduler.prefix_cache.num_hits
+                seen.update(str(sequence.finish_reason) for sequence in self.sequences)
+
+    run_state_machine_as_test(Counted, settings=settings(SETTINGS, max_examples=60))
+    assert min(seen.values()) >= 10, seen
+    assert len(seen) == 8

@@ -15,8 +15,8 @@ class EngineConfig:
 
     `num_blocks` counts the physical KV blocks, the null block included; `block_size`, `max_model_len` (prompt
     and output of one sequence together) and `max_num_batched_tokens` (one step) count tokens; `max_num_seqs`
-    counts the sequences that run at once. `scheduling_policy` "fcfs" goes by arrival alone, "priority" by each
-    request's number first, the lower the sooner. `kv_cache_dtype` "auto" is the dtype of the weights.
+    counts the sequences that run at once. `scheduling_policy` "fcfs" goes by arrival alone, "priority" first
+    by each request's number, the lower the sooner. `kv_cache_dtype` "auto" is the dtype of the weights.
 
     Raises:
         UsageError: a size below one, an unknown policy or dtype, or a prompt that could never be scheduled

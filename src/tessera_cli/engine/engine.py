@@ -4,48 +4,30 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from itertools import pairwise
 
 from tessera_cli.engine.config import EngineConfig
 from tessera_cli.engine.model_runner import ModelRunner
-from tessera_cli.engine.sampling_params import SamplingParams
+from tessera_cli.engine.observer import StepObserver
+from tessera_cli.engine.request_records import RequestRecords
+from tessera_cli.engine.sampling_params import SamplingParams, check_against_vocabulary
 from tessera_cli.engine.scheduler import Scheduler
-from tessera_cli.engine.scheduler_output import ScheduledSequence
-from tessera_cli.engine.sequence import FinishReason, SampleError, Sequence
-from tessera_cli.engine.sizing import (
-    Capacity,
-    check_positions,
-)
-from tessera_cli.engine.stats import EngineStats, RequestMetrics
+from tessera_cli.engine.scheduler_output import SchedulerOutput
+from tessera_cli.engine.sequence import FinishReason, Sequence, SequenceKey
+from tessera_cli.engine.sequence_output import SequenceOutput
+from tessera_cli.engine.sizing import Capacity, check_positions
+from tessera_cli.engine.stats import EngineStats
+from tessera_cli.engine.step_result import StepResult
+from tessera_cli.engine.structured_output import GrammarVocabulary
 from tessera_cli.errors import UsageError
 from tessera_cli.kernels.backend import select_backend
-from tessera_cli.models.decoder import Decoder
+from tessera_cli.models.causal_lm import CausalLM
 
-
-@dataclass(frozen=True)
-class SequenceOutput:
-    """What one step did for one request; `metrics` come with the `finish_reason`.
-
-    The last of `new_token_ids` is the stop token where the reason is `STOP`.
-    """
-
-    request_id: str
-    new_token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    error: str | None
-    metrics: RequestMetrics | None
-
-
-@dataclass
-class _Request:
-    """What the engine remembers of a live request beside its sequence."""
-
-    metrics: RequestMetrics
-    num_computed_prompt_tokens: int = 0
+__all__ = ["Engine", "SequenceOutput"]
 
 
 class Engine:
-    """Continuous batching of one decoder over one paged KV cache; used from one thread.
+    """Continuous batching of one model over one paged KV cache; used from one thread.
 
     Attributes:
         config: the sizes it was built with.
@@ -54,32 +36,36 @@ class Engine:
 
     def __init__(
         self,
-        decoder: Decoder,
+        model: CausalLM,
         config: EngineConfig,
         *,
         attention_backend: str = "auto",
+        grammar_vocabulary: GrammarVocabulary | None = None,
+        observer: StepObserver | None = None,
         notes: SequenceOf[str] = (),
     ) -> None:
-        """Serve `decoder`, whose weights may go on being trained between steps, on its own device.
+        """Serve `model` on its own device; its weights may go on being trained between steps.
+
+        Whoever changes the weights calls `reset_prefix_cache`. Structured output needs `grammar_vocabulary`;
+        `observer` is told of every committed step.
 
         Raises:
             CapacityError: `config.max_model_len` is more than the model's positions, or the KV cache is more
                 than the device's memory.
             UsageError: no such attention backend.
         """
-        check_positions(config.max_model_len, decoder.config)
-        backend, _ = select_backend(attention_backend, decoder.head_weight.device.type)
+        check_positions(config.max_model_len, model.config)
+        backend, _ = select_backend(attention_backend, model.head_weight.device.type)
         self.config = config
         self.notes = list(notes)
-        self._vocab_size = decoder.config.vocab_size
+        self._vocab_size = model.config.vocab_size
+        self._has_eos = any(token < self._vocab_size for token in model.config.eos_token_ids)
+        self._grammar_vocabulary = grammar_vocabulary
+        self._observer = observer
         # The runner first: a pool too large for the device's tensors is too large for the scheduler's lists.
-        self._runner = ModelRunner(decoder, config, backend)
-        self._scheduler = Scheduler(config, decoder.config.eos_token_ids)
-        self._requests: dict[str, _Request] = {}
-        self._num_finished = 0
-        self._num_failed = 0
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
+        self._runner = ModelRunner(model, config, backend)
+        self._scheduler = Scheduler(config, model.config.eos_token_ids)
+        self._records = RequestRecords()
         self._num_steps = 0
 
     @property
@@ -87,30 +73,70 @@ class Engine:
         """What the KV cache holds."""
         return Capacity.of(self.config)
 
-    def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
         """Queue a request; without a seed it gets a fresh one.
 
+        Args:
+            request_id: unlike that of any live request.
+            prompt_token_ids: at least one.
+            params: how to sample and when to end.
+            priority: under the policy "priority", the lower the sooner.
+            cache_salt: only requests of the same salt find what it leaves in the prefix cache.
+
         Raises:
-            UsageError: an empty prompt, an id that is in use, or token ids outside the vocabulary.
-            CapacityError: the prompt leaves no room for output in `max_model_len`.
+            UsageError: an empty prompt, an id that is in use, token ids outside the vocabulary, a priority
+                under "fcfs", or a structured output that cannot be compiled.
+            CapacityError: the prompt leaves no room for output in `max_model_len`, or more samples than can
+                run at once.
         """
-        for name, token_ids in (("a prompt", prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
-            bad = next((token for token in token_ids if not 0 <= token < self._vocab_size), None)
-            if bad is not None:
+        bad = next((token for token in prompt_token_ids if not 0 <= token < self._vocab_size), None)
+        if bad is not None:
+            raise UsageError(
+                f"request {request_id!r} has a prompt with token id {bad}",
+                hint=f"the model's ids go from 0 to {self._vocab_size - 1}",
+            )
+        check_against_vocabulary(params, self._vocab_size)
+        matcher = None
+        if params.structured_output is not None:
+            if self._grammar_vocabulary is None:
                 raise UsageError(
-                    f"request {request_id!r} has {name} with token id {bad}",
-                    hint=f"the model's ids go from 0 to {self._vocab_size - 1}",
+                    "structured output needs the text of the tokens, and this engine has no tokenizer",
+                    hint="load the engine from a directory with a tokenizer.json",
                 )
+            matcher = self._grammar_vocabulary.compile(params.structured_output)
         if params.seed is None:
             params = dataclasses.replace(params, seed=secrets.randbits(63))
-        self._scheduler.add(Sequence(request_id, prompt_token_ids, params))
-        self._requests[request_id] = _Request(RequestMetrics(arrival_time=time.monotonic()))
+        sequence = Sequence(request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
+        self._scheduler.add(sequence)
+        self._records.add(sequence, matcher)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free its blocks; no output follows. False if there is none of that id."""
         was_live = self._scheduler.abort(request_id)
-        self._requests.pop(request_id, None)
+        self._records.requests.pop(request_id, None)
         return was_live
+
+    def finish(self, request_id: str, index: int) -> bool:
+        """End one sample between steps, as if it had met a stop token; no output follows.
+
+        False if it is not live.
+        """
+        sequence = self._scheduler.finish(request_id, index, FinishReason.STOP)
+        if sequence is not None:
+            self._records.count([sequence], self._scheduler.queues.requests)
+        return sequence is not None
+
+    def reset_prefix_cache(self) -> None:
+        """Let nothing that was computed before be found; needed when the weights change."""
+        self._scheduler.reset_prefix_cache()
 
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
@@ -123,73 +149,71 @@ class Engine:
         tokens are already committed: they are lost with the outputs, and the books balance all the same.
 
         Returns:
-            An output for each request that got a token or ended, oldest request first.
+            An output for each sequence that got a token or ended, best rank first, samples in their order.
         """
         try:
+            times = [time.monotonic()]
             output = self._scheduler.schedule()
-            started = time.monotonic()
-            sampled = self._runner.run(output) if output.scheduled else {}
-            finished = self._scheduler.commit(output, sampled)
+            times.append(time.monotonic())
+            result = StepResult()
+            if output.scheduled:
+                result = self._runner.run(output, self._records.matchers())
+            times.append(time.monotonic())
+            finished = self._scheduler.commit(output, result.tokens)
+            times.append(time.monotonic())
+            outputs = self._take(output, result, finished, started=times[1])
             self._num_steps += bool(output.scheduled)
-            # A request that was aborted meanwhile is forgotten already.
-            kept = [item for item in output.scheduled if not item.sequence.aborted]
-            self._record(kept, started)
-            outputs = [
-                self._output(item.sequence, sampled[item.sequence.request_id])
-                for item in kept
-                if item.samples
-            ]
-            self._count(finished)
+            if self._observer is not None and output.scheduled:
+                timings = {
+                    part: end - start
+                    for part, (start, end) in zip(("schedule", "run", "commit"), pairwise(times), strict=True)
+                }
+                self._observer.on_step(output, result.tokens, finished, timings, self.stats())
         except BaseException:  # Ctrl-C included, which may come between any two lines
             self._scheduler.rollback()
+            self._records.rewind(self._scheduler.queues.requests)
             raise
         return outputs
 
     def stats(self) -> EngineStats:
         """A snapshot of what the engine holds and has done."""
         usable = self.config.num_usable_blocks
+        scheduler = self._scheduler
         return EngineStats(
-            num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
-            num_preemptions=self._scheduler.num_preemptions,
-            num_finished=self._num_finished,
-            num_failed=self._num_failed,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_preemptions=scheduler.num_preemptions,
+            num_finished=self._records.num_finished,
+            num_failed=self._records.num_failed,
             num_blocks=usable,
-            num_used_blocks=usable - self._scheduler.block_pool.num_free_blocks,
+            num_used_blocks=usable - scheduler.block_pool.num_free_blocks,
+            num_cached_blocks=scheduler.block_pool.num_cached_blocks,
             block_size=self.config.block_size,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
+            prompt_tokens=self._records.prompt_tokens,
+            generation_tokens=self._records.generation_tokens,
             num_steps=self._num_steps,
+            prefix_cache_queries=scheduler.prefix_cache.num_queries,
+            prefix_cache_hits=scheduler.prefix_cache.num_hits,
+            num_forks=scheduler.num_forks,
+            num_block_copies=scheduler.num_block_copies,
         )
 
-    def _record(self, scheduled: SequenceOf[ScheduledSequence], started: float) -> None:
-        """Note when requests were first scheduled, and the prompt tokens computed for the first time."""
-        for item in scheduled:
-            request = self._requests[item.sequence.request_id]
-            if request.metrics.first_scheduled_time is None:
-                request.metrics.first_scheduled_time = started
-            computed = min(item.start + item.num_scheduled_tokens, item.sequence.num_prompt_tokens)
-            new = max(computed - request.num_computed_prompt_tokens, 0)
-            request.num_computed_prompt_tokens += new
-            self._prompt_tokens += new
-
-    def _output(self, sequence: Sequence, token: int | SampleError) -> SequenceOutput:
-        now = time.monotonic()
-        metrics = self._requests[sequence.request_id].metrics
-        new_token_ids: tuple[int, ...] = ()
-        if not isinstance(token, SampleError):
-            new_token_ids = (token,)
-            metrics.token_times.append(now)
-            self._generation_tokens += 1
-        if sequence.finish_reason is None:
-            return SequenceOutput(sequence.request_id, new_token_ids, None, None, None)
-        metrics.finished_time = now
-        return SequenceOutput(
-            sequence.request_id, new_token_ids, sequence.finish_reason, sequence.error, metrics
-        )
-
-    def _count(self, finished: list[Sequence]) -> None:
-        for sequence in finished:
-            self._requests.pop(sequence.request_id, None)
-            self._num_failed += sequence.finish_reason is FinishReason.ERROR
-            self._num_finished += sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    def _take(
+        self, output: SchedulerOutput, result: StepResult, finished: list[Sequence], *, started: float
+    ) -> list[SequenceOutput]:
+        """Turn a committed step into outputs, and let the records follow it."""
+        live = self._scheduler.queues.requests
+        self._records.follow(output, result, started)
+        samples: dict[SequenceKey, Sequence] = {}
+        for item in output.scheduled:
+            if item.num_samples > 1:
+                samples.update((s.key, s) for s in live.get(item.sequence.request_id, ()))
+                samples.update((s.key, s) for s in finished if s.request_id == item.sequence.request_id)
+        for request_id, index in self._records.accept(output, result):
+            # Without an end-of-sequence token no token can say that the form is complete.
+            if not self._has_eos:
+                sequence = self._scheduler.finish(request_id, index, FinishReason.STOP)
+                finished += [sequence] if sequence is not None else []
+        outputs = self._records.outputs(output, result, samples)
+        self._records.count(finished, live)
+        return outputs

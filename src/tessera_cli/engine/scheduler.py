@@ -2,107 +2,120 @@
 
 The scheduler's product is an ownership contract. `schedule()` does all admission, block allocation and
 preemption, and returns the exact set to run. The engine runs that set and never changes scheduler state
-mid-step; only `commit` or `rollback` does.
+mid-step; only `commit` (or `rollback`) does.
 
-Everything is in order of arrival. Admission takes the head of the waiting queue and never skips it: small
-requests wait behind a large head, which is what bounds the head's own wait. Evict the newest, restart the
-cheapest: preemption takes the newest running sequence and puts it in front of the waiting ones, its tokens
-intact, to be computed again. So running sequences are always older than waiting ones.
+Evict the newest, restart the cheapest: preemption takes the worst running sequence, which under "fcfs" is the
+newest, and it starts again from those of its blocks that nobody has overwritten meanwhile.
 
-A sequence is admitted only when the older ones have left some of the token budget. So every running sequence
-runs in every step, only the newest can still be in its prefill, oldest first means decodes first, and a
-victim, which is never older than who asks, is not yet in the step's set.
+The best-ranked sequence computes at least a token in each step, and any sequence fits the pool alone. So
+the best ends within `max_model_len` steps, whatever comes behind it: under "fcfs" a sequence waits at most
+`max_model_len` steps for each one that came before it. Under "priority" it waits as long as more urgent
+ones keep coming.
 """
 
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 
+from tessera_cli.engine.admission import check_request
 from tessera_cli.engine.block_pool import BlockPool
 from tessera_cli.engine.config import EngineConfig
+from tessera_cli.engine.invariants import check_books
+from tessera_cli.engine.prefix_cache import PrefixCache
+from tessera_cli.engine.queues import Queues
 from tessera_cli.engine.scheduler_output import ScheduledSequence, SchedulerOutput
-from tessera_cli.engine.sequence import FinishReason, SampleError, Sequence, SequenceStatus
-from tessera_cli.errors import CapacityError, UsageError
-
-
-@dataclass
-class _Step:
-    """A step from `schedule` to `commit` or `rollback`."""
-
-    budget: int
-    scheduled: list[ScheduledSequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-    aborted: list[Sequence] = field(default_factory=list)
-    output: SchedulerOutput | None = None
+from tessera_cli.engine.sequence import FinishReason, SampleError, Sequence, SequenceKey
+from tessera_cli.engine.step_plan import Step, StepPlanner, release, reset
 
 
 class Scheduler:
     """Continuous batching over one block pool, without tensors.
 
-    `EngineConfig` guarantees that one sequence of `max_model_len` tokens fits the pool, so the oldest running
-    sequence can always go on once all newer ones are preempted.
+    Attributes:
+        config: its sizes and policies.
+        queues: who waits and who runs.
+        prefix_cache: what can be found of what was computed.
+        block_pool: who holds which block.
+        num_preemptions: sequences that lost their blocks so far.
+        num_forks: children made so far.
+        num_block_copies: shared blocks copied so far.
     """
 
     def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...]) -> None:
         self.config = config
-        self.block_pool = BlockPool(config.num_blocks)
+        self.queues = Queues()
+        self.prefix_cache = PrefixCache(config.block_size)
+        self.block_pool = BlockPool(config.num_blocks, self.prefix_cache)
         self.num_preemptions = 0
+        self.num_forks = 0
+        self.num_block_copies = 0
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._sequences: dict[str, Sequence] = {}
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
-        self._step: _Step | None = None
+        self._step: Step | None = None
 
     @property
     def num_running(self) -> int:
         """Sequences that hold blocks."""
-        return len(self._running)
+        return len(self.queues.running)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that hold none: not yet admitted, or preempted."""
-        return len(self._waiting)
+        return len(self.queues.waiting)
 
     def has_unfinished(self) -> bool:
         """Whether any sequence is waiting or running."""
-        return bool(self._sequences)
+        return bool(self.queues.requests)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence behind all others; allowed during a step.
+        """Queue a new request behind all others of its priority; allowed during a step.
 
         Raises:
-            UsageError: an empty prompt, or a request id that is still in use.
-            CapacityError: a prompt that leaves no room for output in `max_model_len`.
+            UsageError: an empty prompt, a request id that is still in use, or a priority that is not heeded.
+            CapacityError: a prompt that leaves no room for output in `max_model_len`, or more samples than
+                can run at once.
         """
-        name = f"request {sequence.request_id!r}"
-        if sequence.request_id in self._sequences:
-            raise UsageError(f"{name} is already in the engine", hint="give each live request its own id")
-        if sequence.num_tokens == 0:
-            raise UsageError(f"{name} has an empty prompt", hint="give at least one token")
-        if sequence.num_tokens >= self.config.max_model_len:
-            raise CapacityError(
-                f"{name} has a prompt of {sequence.num_tokens} tokens, which leaves no room for output in"
-                f" max_model_len={self.config.max_model_len}",
-                hint=f"shorten the prompt to {self.config.max_model_len - 1} tokens or raise max_model_len",
-            )
-        self._sequences[sequence.request_id] = sequence
-        self._waiting.append(sequence)
+        check_request(sequence, self.config, is_known=sequence.request_id in self.queues.requests)
+        self.queues.add(sequence)
 
     def abort(self, request_id: str) -> bool:
-        """End a sequence; False if there is none of that id, or it is already being aborted.
+        """End all sequences of a request; False if none is live, or they are already being aborted.
 
-        Outside a step its blocks are free at once. During a step it is only marked, because the step may be
-        writing its blocks: `commit` or `rollback` ends it, and `commit` returns it with the finished.
+        Outside a step their blocks are free at once. During a step they are only marked, because the step
+        may be writing their blocks: `commit` or `rollback` ends them, and `commit` returns them with the
+        finished.
         """
-        sequence = self._sequences.get(request_id)
-        if sequence is None or sequence.aborted:
-            return False
-        sequence.aborted = True
+        sequences = [s for s in self.queues.requests.get(request_id, ()) if not s.aborted]
+        for sequence in sequences:
+            sequence.aborted = True
         if self._step is None:
-            self._finish(sequence, FinishReason.ABORT)
+            self._end((sequence, FinishReason.ABORT) for sequence in sequences)
         else:
-            self._step.aborted.append(sequence)
-        return True
+            self._step.aborted += sequences
+        return bool(sequences)
+
+    def finish(self, request_id: str, child_index: int, reason: FinishReason) -> Sequence | None:
+        """End one sequence of a request for `reason`, between steps; None if there is no such sequence.
+
+        Raises:
+            RuntimeError: a step is outstanding, or the request has still to fork.
+        """
+        if self._step is not None:
+            raise RuntimeError("a sequence is finished while a step is outstanding")
+        for sequence in self.queues.requests.get(request_id, ()):
+            if sequence.child_index == child_index:
+                if sequence.num_pending_forks:
+                    raise RuntimeError(f"request {request_id!r} is finished before it has forked")
+                self._end([(sequence, reason)])
+                return sequence
+        return None
+
+    def reset_prefix_cache(self) -> None:
+        """Let nothing that was computed before be found: neither what is cached, nor what runs on.
+
+        A running sequence goes on with the blocks that it has.
+        """
+        self.block_pool.reset_prefix_cache()
+        for sequence in self.queues.live():
+            sequence.may_publish = False
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step and take its blocks; empty only when nothing is unfinished.
@@ -112,22 +125,23 @@ class Scheduler:
         """
         if self._step is not None:
             raise RuntimeError("the previous step was neither committed nor rolled back")
-        step = _Step(budget=self.config.max_num_batched_tokens)
-        self._schedule_running(step)
-        # Admits nobody after a preemption: the head is then the last victim, and it needs more blocks than
-        # are left of its own.
-        self._schedule_waiting(step)
-        if not step.scheduled and self._sequences:
+        self._step = step = Step(budget=self.config.max_num_batched_tokens)
+        planner = StepPlanner(step, self.config, self.queues, self.block_pool, self.prefix_cache)
+        output = planner.plan()
+        self.num_preemptions += len(output.preempted)
+        if not output.scheduled and self.queues.requests:
             raise RuntimeError(
-                f"nothing can be scheduled and {len(self._sequences)} sequences are unfinished"
+                f"nothing can be scheduled and {len(self.queues.requests)} requests are unfinished"
             )
-        num_scheduled_tokens = self.config.max_num_batched_tokens - step.budget
-        step.output = SchedulerOutput(tuple(step.scheduled), tuple(step.preempted), num_scheduled_tokens)
-        self._step = step
-        return step.output
+        return output
 
-    def commit(self, output: SchedulerOutput, sampled: Mapping[str, int | SampleError]) -> list[Sequence]:
-        """Take a step's results: one token, or the reason for its lack, per sequence that samples.
+    def commit(
+        self, output: SchedulerOutput, tokens: Mapping[SequenceKey, SequenceOf[int | SampleError]]
+    ) -> list[Sequence]:
+        """Take a step's results: for each sequence that samples, its tokens or the reason for their lack.
+
+        A sequence that samples several forks, and its children get one each. Only now can others find the
+        blocks that the step has filled; those of a sequence that ends with an error are forgotten.
 
         Returns:
             The sequences that this step ended, those aborted during it included; a token that was sampled for
@@ -135,53 +149,57 @@ class Scheduler:
 
         Raises:
             RuntimeError: `output` is not the outstanding step.
-            ValueError: `sampled` has other request ids than the step samples; the step stays outstanding.
+            ValueError: `tokens` are not those that the step samples; the step stays outstanding.
         """
         step = self._outstanding(output)
-        expected = {item.sequence.request_id for item in output.scheduled if item.samples}
-        if sampled.keys() != expected:
-            raise ValueError(f"the step samples {sorted(expected)}, and tokens came for {sorted(sampled)}")
-        finished = []
+        _check_tokens(output, tokens)
         for item in output.scheduled:
             sequence = item.sequence
-            sequence.num_computed_tokens += item.num_scheduled_tokens
-            if item.samples and not sequence.aborted:
-                reason = self._take_token(sequence, sampled[sequence.request_id])
-                if reason is not None:
-                    self._finish(sequence, reason)
-                    finished.append(sequence)
-        for sequence in step.aborted:
-            self._finish(sequence, FinishReason.ABORT)
+            sequence.num_computed_tokens = item.start + item.num_scheduled_tokens
+            if sequence.aborted:
+                continue
+            if item.num_samples == 0:
+                self._publish(sequence)
+            else:
+                self._take_tokens(step, item, tokens[sequence.key])
+        self.num_block_copies += len(output.block_copies)
+        self.num_forks += len(step.children)
+        step.is_decided = True
+        ended = step.ended + [(sequence, FinishReason.ABORT) for sequence in step.aborted]
+        self._end(ended)
         self._step = None
-        return finished + step.aborted
+        return [sequence for sequence, _ in ended]
 
     def rollback(self) -> None:
         """Undo a step that failed, wherever it was: what it computed and sampled counts for nothing.
 
         Ctrl-C may come between any two lines of `schedule` and `commit`, so queues and pool are made anew
-        from the live sequences. Those with computed tokens go on with their blocks; the others wait and hold
-        none. Who was preempted stays so: the step may have written into the blocks that it took. What it
-        wrote into blocks that stay with their owner is at positions not yet computed. A sequence that a torn
-        `commit` had already ended stays ended.
+        from the live sequences, and the prefix cache, which cannot be trusted, is empty. Sequences that ran
+        before go on with their blocks, up to the first that cannot: one that the step has preempted, because
+        it may have written into the blocks that it took, or one with a block whose copy may be missing. That
+        one and all behind it wait and hold none. What the step wrote into blocks that stay with their owner
+        is at positions not yet computed. Where `commit` had already decided who ends, they end.
         """
-        for item in self._step.scheduled if self._step is not None else ():
-            item.sequence.num_computed_tokens = item.start
-            if item.samples:
-                del item.sequence.token_ids[item.start + item.num_scheduled_tokens :]
-        self._step = None
-        for sequence in list(self._sequences.values()):
-            sequence.error = None
-            if not sequence.block_table or not sequence.num_computed_tokens or sequence.aborted:
+        step = self._step
+        if step is not None and step.is_decided:
+            for sequence, reason in step.ended:
+                self._forget(sequence, reason)
+        elif step is not None:
+            self._undo(step)
+        waits = False
+        for sequence in self.queues.ordered():
+            waits = waits or not sequence.num_computed_tokens
+            if waits or sequence.aborted:
                 sequence.block_table.clear()
-                sequence.num_computed_tokens = 0
-                if sequence.status is SequenceStatus.RUNNING:
-                    sequence.status = SequenceStatus.PREEMPTED
+                reset(sequence)
             if sequence.aborted:
                 self._forget(sequence, FinishReason.ABORT)
-        live = self._sequences.values()
-        self._running = [sequence for sequence in live if sequence.block_table]
-        self._waiting = deque(sequence for sequence in live if not sequence.block_table)
-        self.block_pool = BlockPool(self.config.num_blocks, [sequence.block_table for sequence in live])
+        self._step = None
+        self.queues.rebuild()
+        self.prefix_cache.clear()
+        tables = [sequence.block_table for sequence in self.queues.running]
+        self.block_pool = BlockPool(self.config.num_blocks, self.prefix_cache, tables)
+        self.reset_prefix_cache()
 
     def check_invariants(self) -> None:
         """Check what holds between any two calls; cheap enough to run after every step of a test.
@@ -189,101 +207,86 @@ class Scheduler:
         Raises:
             AssertionError: the books do not balance.
         """
-        live = [*self._running, *self._waiting]
-        if live != list(self._sequences.values()):
-            raise AssertionError("the queues do not hold every live sequence once, in order of arrival")
-        if len(self._running) > min(self.config.max_num_seqs, self.config.max_num_batched_tokens):
-            raise AssertionError(f"{len(self._running)} sequences run")
-        for sequence in self._running:
-            num_computed = sequence.num_computed_tokens
-            num_slots = len(sequence.block_table) * self.config.block_size
-            is_running = sequence.status is SequenceStatus.RUNNING
-            if not is_running or num_computed > num_slots or num_computed >= sequence.num_tokens:
-                raise AssertionError(f"{sequence} runs, beyond its blocks or its tokens")
-            is_decode = num_computed == sequence.num_tokens - 1
-            if self._step is None and not is_decode and sequence is not self._running[-1]:
-                raise AssertionError(f"{sequence} is in its prefill and not the newest")
-        for sequence in self._waiting:
-            is_waiting = sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
-            if not is_waiting or sequence.num_computed_tokens or sequence.block_table:
-                raise AssertionError(f"{sequence} waits, and holds something")
-        self.block_pool.check_invariants(sequence.block_table for sequence in live)
+        check_books(self.config, self.queues, self.block_pool)
 
-    def _schedule_running(self, step: _Step) -> None:
-        """Give every running sequence its next tokens, oldest first, preempting from the newest end."""
-        index = 0
-        while index < len(self._running):
-            sequence = self._running[index]
-            count = self._num_missing_blocks(sequence)
-            while count > self.block_pool.num_free_blocks and len(self._running) > index:
-                self._preempt_newest(step)
-            if len(self._running) == index:
-                return  # it was itself the newest
-            self._take(step, sequence, count)
-            index += 1
+    def _take_tokens(
+        self, step: Step, item: ScheduledSequence, tokens: SequenceOf[int | SampleError]
+    ) -> None:
+        """Publish what is computed, fork where several tokens are sampled, append one to each sequence."""
+        sequence = item.sequence
+        sequences = [sequence]
+        if not any(isinstance(token, SampleError) for token in tokens):
+            self._publish(sequence)
+        if item.num_samples > 1:
+            children = [sequence.fork(index) for index in range(1, item.num_samples)]
+            step.children += children
+            for child in children:
+                self.block_pool.share(child.block_table)
+            self.queues.add_children(sequence, children)
+            sequence.num_pending_forks = 0
+            sequences += children
+        for one, token in zip(sequences, tokens, strict=True):
+            if isinstance(token, SampleError):
+                one.error = token.message
+                step.ended.append((one, FinishReason.ERROR))
+                continue
+            one.token_ids.append(token)
+            reason = one.reason_to_finish(self._eos_token_ids, self.config.max_model_len)
+            if reason is not None:
+                step.ended.append((one, reason))
 
-    def _schedule_waiting(self, step: _Step) -> None:
-        """Admit from the head of the queue while blocks, the budget and `max_num_seqs` allow."""
-        while self._waiting and step.budget > 0 and len(self._running) < self.config.max_num_seqs:
-            sequence = self._waiting[0]
-            # All blocks of the present tokens are reserved before the first chunk runs: a prefill in progress
-            # never asks for more.
-            count = self._num_missing_blocks(sequence)
-            if count > self.block_pool.num_free_blocks:
-                return
-            if not self.config.enable_chunked_prefill and sequence.num_tokens > step.budget:
-                return
-            self._running.append(self._waiting.popleft())
-            sequence.status = SequenceStatus.RUNNING
-            self._take(step, sequence, count)
+    def _publish(self, sequence: Sequence) -> None:
+        num_full = sequence.num_computed_tokens // self.config.block_size
+        if num_full > sequence.num_published_blocks and sequence.may_publish:
+            self.prefix_cache.publish(sequence)
 
-    def _take(self, step: _Step, sequence: Sequence, num_new_blocks: int) -> None:
-        """Enter `sequence` into the step with its new blocks and as many tokens as the budget has left."""
-        sequence.block_table += self.block_pool.allocate(num_new_blocks)
-        start = sequence.num_computed_tokens
-        num_tokens = min(sequence.num_tokens - start, step.budget)
-        samples = start + num_tokens == sequence.num_tokens
-        step.scheduled.append(ScheduledSequence(sequence, num_tokens, start, samples))
-        step.budget -= num_tokens
+    def _undo(self, step: Step) -> None:
+        for item in step.scheduled:
+            sequence = item.sequence
+            sequence.num_computed_tokens = item.start
+            if item.num_samples:
+                del sequence.token_ids[item.start + item.num_scheduled_tokens :]
+                sequence.num_pending_forks = item.num_samples - 1
+            sequence.error = sequence.stop_reason = None
+        for sequence in (*step.admitted, *step.copied):
+            sequence.num_computed_tokens = 0
+        for child in step.children:
+            child.block_table.clear()
+            self.queues.forget(child)
 
-    def _preempt_newest(self, step: _Step) -> None:
-        """Take all blocks from the newest running sequence; it waits in front, its tokens intact."""
-        sequence = self._running.pop()
-        self._release(sequence)
-        sequence.num_computed_tokens = 0
-        sequence.status = SequenceStatus.PREEMPTED
-        self._waiting.appendleft(sequence)
-        step.preempted.append(sequence)
-        self.num_preemptions += 1
-
-    def _take_token(self, sequence: Sequence, token: int | SampleError) -> FinishReason | None:
-        if isinstance(token, SampleError):
-            sequence.error = token.message
-            return FinishReason.ERROR
-        sequence.token_ids.append(token)
-        return sequence.reason_to_finish(self._eos_token_ids, self.config.max_model_len)
-
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        if sequence.status is SequenceStatus.RUNNING:
-            self._running.remove(sequence)
-        else:
-            self._waiting.remove(sequence)
-        self._release(sequence)
-        self._forget(sequence, reason)
+    def _end(self, ended: Iterable[tuple[Sequence, FinishReason]]) -> None:
+        """Free the blocks of sequences and forget them; what an error may have poisoned is not kept."""
+        for sequence, reason in ended:
+            if reason is FinishReason.ERROR:
+                for block in sequence.block_table:
+                    self.prefix_cache.forget(block)
+            release(sequence, self.block_pool)
+            self._forget(sequence, reason)
+        self.queues.sweep()
 
     def _forget(self, sequence: Sequence, reason: FinishReason) -> None:
-        del self._sequences[sequence.request_id]
-        sequence.status = SequenceStatus.FINISHED
-        sequence.finish_reason = reason
-
-    def _release(self, sequence: Sequence) -> None:
-        self.block_pool.free(sequence.block_table)
         sequence.block_table.clear()
+        sequence.finish_reason = reason
+        self.queues.forget(sequence)
 
-    def _num_missing_blocks(self, sequence: Sequence) -> int:
-        return self.config.blocks_for(sequence.num_tokens) - len(sequence.block_table)
-
-    def _outstanding(self, output: SchedulerOutput) -> _Step:
+    def _outstanding(self, output: SchedulerOutput) -> Step:
         if self._step is None or self._step.output is not output:
             raise RuntimeError("this step is not the outstanding one")
         return self._step
+
+
+def _check_tokens(
+    output: SchedulerOutput, tokens: Mapping[SequenceKey, SequenceOf[int | SampleError]]
+) -> None:
+    num_sampling = 0
+    for item in output.scheduled:
+        if item.num_samples:
+            num_sampling += 1
+            if len(tokens.get(item.sequence.key, ())) != item.num_samples:
+                break
+    else:
+        if num_sampling == len(tokens):
+            return
+    expected = {item.sequence.key: item.num_samples for item in output.scheduled if item.num_samples}
+    found = {key: len(sampled) for key, sampled in tokens.items()}
+    raise ValueError(f"the step samples {expected} tokens, and there came {found}")

@@ -1,4 +1,4 @@
-"""One sample of a request inside the engine: its tokens, how many are computed, and the blocks that hold them."""
+"""One sample of a request: its tokens, how many of them are computed, and the blocks that hold them."""
 
 from collections.abc import Sequence as SequenceOf
 from collections.abc import Set as AbstractSet
@@ -50,7 +50,7 @@ class Sequence:
         key: request id and child index.
         token_ids: the prompt and every sampled token, the stop token that ended it included.
         num_computed_tokens: so many of them have keys and values in the cache.
-        block_table: entry i is the physical block of positions `i * block_size` to `(i + 1) * block_size - 1`.
+        block_table: entry i is the block of positions `i * block_size` to `(i + 1) * block_size - 1`.
         rank: (priority, arrival, child index), the one order of all sequences; the least goes first.
         num_pending_forks: children that are still to be made; their places are reserved.
         num_cached_tokens: tokens that the prefix cache gave it when it was last admitted.

@@ -11,10 +11,15 @@ class EngineStats:
     """An engine at one moment.
 
     `num_running` and `num_waiting` count sequences now; `num_blocks` counts the usable KV blocks of
-    `block_size` tokens, the null block not among them. The others count since the engine was made:
-    `num_finished` the sequences that ended by a stop token or their length, `num_failed` those that ended
-    with an error; `prompt_tokens` the prompt tokens computed, each once even if preemption made the engine
-    compute it again; `generation_tokens` the tokens sampled.
+    `block_size` tokens, the null block not among them, `num_used_blocks` those that sequences hold and
+    `num_cached_blocks` those that nobody holds and the prefix cache finds.
+
+    The others count since the engine was made: `num_finished` the sequences that ended by a stop token or
+    their length, `num_failed` those that ended with an error; `prompt_tokens` the prompt tokens computed or
+    found in the prefix cache, each once even if preemption made the engine compute it again;
+    `generation_tokens` the tokens sampled; `prefix_cache_queries` the tokens of the requests that looked into
+    the prefix cache when they were first admitted, `prefix_cache_hits` those found; `num_forks` the samples
+    made from another's prompt, `num_block_copies` the shared blocks copied for who wrote to them.
     """
 
     num_running: int
@@ -28,16 +33,26 @@ class EngineStats:
     prompt_tokens: int
     generation_tokens: int
     num_steps: int
+    num_cached_blocks: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_forks: int = 0
+    num_block_copies: int = 0
 
 
 @dataclass
 class RequestMetrics:
-    """When things happened to one request; `token_times` has the end of the step of each output token."""
+    """When things happened to one sample of a request.
+
+    `token_times` has the end of the step of each output token; `num_cached_tokens` of the prompt were found
+    in the prefix cache.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
     token_times: list[float] = field(default_factory=list)
     finished_time: float | None = None
+    num_cached_tokens: int = 0
 
     @property
     def ttft(self) -> float | None:

@@ -1,0 +1,41 @@
+"""What is refused when it is added, because it could never run."""
+
+from tessera_cli.engine.config import EngineConfig
+from tessera_cli.engine.sequence import Sequence
+from tessera_cli.errors import CapacityError, UsageError
+
+
+def check_request(sequence: Sequence, config: EngineConfig, *, is_known: bool) -> None:
+    """Refuse a request that an engine of these sizes could never finish, or that means nothing.
+
+    `EngineConfig` guarantees that one sequence of `max_model_len` tokens fits the pool, so whatever passes
+    here can run once all better-ranked sequences have ended.
+
+    Raises:
+        UsageError: an empty prompt, a request id that is still in use, or a priority that is not heeded.
+        CapacityError: a prompt that leaves no room for output, or more samples than can run at once.
+    """
+    name = f"request {sequence.request_id!r}"
+    if is_known:
+        raise UsageError(f"{name} is already in the engine", hint="give each live request its own id")
+    if sequence.num_tokens == 0:
+        raise UsageError(f"{name} has an empty prompt", hint="give at least one token")
+    if sequence.priority and config.scheduling_policy == "fcfs":
+        raise UsageError(
+            f"{name} has priority {sequence.priority}, and the engine goes by arrival alone",
+            hint='leave the priority out, or use scheduling_policy="priority"',
+        )
+    if sequence.num_tokens >= config.max_model_len:
+        raise CapacityError(
+            f"{name} has a prompt of {sequence.num_tokens} tokens, which leaves no room for output in"
+            f" max_model_len={config.max_model_len}",
+            hint=f"shorten the prompt to {config.max_model_len - 1} tokens or raise max_model_len",
+        )
+    num_samples = 1 + sequence.num_pending_forks
+    if num_samples > config.max_num_slots:
+        limit = "max_num_seqs" if num_samples > config.max_num_seqs else "max_num_batched_tokens"
+        raise CapacityError(
+            f"{name} asks for n={num_samples} samples, which run at once, and {limit} is"
+            f" {getattr(config, limit)}",
+            hint=f"lower n or raise {limit}",
+        )
