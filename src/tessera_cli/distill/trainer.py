@@ -203,18 +203,19 @@ class Trainer:
 
 
 class _Packed:
-    """A micro-batch on the device, with the attention that isolates its documents."""
+    """A micro-batch on the device, its documents isolated from each other by attention."""
 
     def __init__(self, batch: "TrainBatch", device: torch.device) -> None:
         self.input_ids = batch.input_ids.to(device)
         self.positions = batch.positions.to(device)
         self.target_index = batch.target_index.to(device)
         self.target_ids = batch.target_ids.to(device)
-        self.attention = PackedAttention(batch.cu_seqlens, device=device)
+        self._cu_seqlens, self._device = batch.cu_seqlens, device
 
     def supervised_hidden(self, decoder: "Decoder") -> Tensor:
         """[supervised tokens, hidden]: chosen before the head, which is never run on other tokens."""
-        hidden = decoder(self.input_ids, self.positions, self.attention.attend)
+        attention = PackedAttention(self._cu_seqlens, decoder.attention_layers, device=self._device)
+        hidden = decoder(self.input_ids, self.positions, attention.attend)
         return hidden.index_select(0, self.target_index)
 
 

@@ -1,9 +1,13 @@
 """What every paged-attention backend is given, and which backend runs where."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from tessera_cli.attention import AttentionLayer
 from tessera_cli.errors import UsageError
 
 NULL_BLOCK = 0
@@ -31,14 +35,75 @@ class AttentionMetadata:
     max_seq_len: int
 
 
+class AttentionBackend(Protocol):
+    """Holds the KV cache of all layers, in a layout of its own, and attends over it."""
+
+    def attend(self, metadata: AttentionMetadata, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store this step's keys and values, then attend; `ReferenceAttention.attend` is the definition."""
+        ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy block to block, (source, target), in all layers; all sources are read before a write."""
+        ...
+
+
 def select_backend(name: str, device: str) -> tuple[str, str]:
     """The attention backend for `name` ("auto" or a backend's name) on `device`, and the reason for it.
 
     Raises:
-        UsageError: no backend has this name.
+        UsageError: no backend has this name, or it does not run here.
     """
-    if name == "auto":
-        return "reference", f"plain PyTorch, the only backend for {device}"
+    if name not in ("auto", *_BACKENDS):
+        raise UsageError(f"{name!r} is not an attention backend", hint="use auto, " + ", ".join(_BACKENDS))
     if name == "reference":
-        return "reference", "asked for"
-    raise UsageError(f"{name!r} is not an attention backend", hint="use auto or reference")
+        return name, "asked for"
+    kernel = device.partition(":")[0]
+    if name not in ("auto", kernel):
+        raise UsageError(
+            f"the attention backend {name!r} does not run on {device}",
+            hint=f"use auto, {kernel} or reference",
+        )
+    obstacle = _OBSTACLES[kernel]()
+    if obstacle is None:
+        return kernel, f"the compiled kernel for {device}" if name == "auto" else "asked for"
+    if name == "auto":
+        return "reference", f"plain PyTorch, {obstacle}"
+    raise UsageError(f"the attention backend {name!r} cannot run: {obstacle}", hint="use auto or reference")
+
+
+def build_attention(
+    name: str,
+    layers: Sequence[AttentionLayer],
+    *,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype,
+    device: torch.device | str,
+) -> AttentionBackend:
+    """The backend that `select_backend` named, with an empty KV cache; the arguments are every backend's.
+
+    Raises:
+        RuntimeError: the device has no memory for the KV cache.
+    """
+    return _BACKENDS[name]()(
+        layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        device=device,
+    )
+
+
+def _reference() -> Callable[..., AttentionBackend]:
+    from tessera_cli.kernels.reference import ReferenceAttention
+
+    return ReferenceAttention
+
+
+_BACKENDS = {"reference": _reference}
+_OBSTACLES: dict[str, Callable[[], str | None]] = {
+    "cpu": lambda: "the only backend for cpu",
+    "cuda": lambda: "the only backend for cuda",
+}

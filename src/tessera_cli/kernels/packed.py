@@ -6,7 +6,9 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+
+from tessera_cli.attention import AttentionLayer
+from tessera_cli.kernels.dense import dense_attention, visible
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,22 @@ class PackedAttention:
 
     Args:
         cu_seqlens: cumulative lengths of the documents, from 0 to the number of packed tokens.
+        layers: what attention is in each layer; `Decoder.attention_layers`.
         device: where the queries, keys and values will be.
 
     Raises:
         ValueError: `cu_seqlens` does not start at 0 or does not increase.
     """
 
-    def __init__(self, cu_seqlens: Sequence[int], *, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        cu_seqlens: Sequence[int],
+        layers: Sequence[AttentionLayer],
+        *,
+        device: torch.device | str = "cpu",
+    ) -> None:
         _check_cu_seqlens(cu_seqlens)
+        self._layers = tuple(layers)
         lengths = [end - start for start, end in pairwise(cu_seqlens)]
         by_width: dict[int, list[int]] = {}
         for document, length in enumerate(lengths):
@@ -54,10 +64,10 @@ class PackedAttention:
         self._slots = (packed + shift.repeat_interleave(torch.tensor(lengths))).to(device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend within each document; every layer is treated alike.
+        """Attend within each document.
 
         Args:
-            layer: not used, part of the `Attend` signature.
+            layer: index of the layer, from 0.
             q: [num_tokens, num_heads, head_dim].
             k: [num_tokens, num_kv_heads, head_dim].
             v: like `k`.
@@ -71,7 +81,7 @@ class PackedAttention:
         for group in self._groups:
             end = start + group.count * group.width
             rows = [tensor[start:end].unflatten(0, (group.count, group.width)) for tensor in padded]
-            outputs.append(_causal(*rows).flatten(0, 1))
+            outputs.append(_causal(self._layers[layer], *rows).flatten(0, 1))
             start = end
         return torch.cat(outputs).index_select(0, self._slots)
 
@@ -81,14 +91,16 @@ class PackedAttention:
         return slots.index_copy(0, self._slots, tensor)
 
 
-def attend_per_document(cu_seqlens: Sequence[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_per_document(
+    cu_seqlens: Sequence[int], layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
     """What `PackedAttention` computes, one document after the other: the plain version it is tested against.
 
     Shapes are those of `PackedAttention.attend`.
     """
     _check_cu_seqlens(cu_seqlens)
     spans = [slice(start, end) for start, end in pairwise(cu_seqlens)]
-    return torch.cat([_causal(q[None, span], k[None, span], v[None, span])[0] for span in spans])
+    return torch.cat([_causal(layer, q[None, span], k[None, span], v[None, span])[0] for span in spans])
 
 
 def _check_cu_seqlens(cu_seqlens: Sequence[int]) -> None:
@@ -101,8 +113,11 @@ def _check_cu_seqlens(cu_seqlens: Sequence[int]) -> None:
         raise ValueError(f"cu_seqlens must start at 0 and increase, got {list(cu_seqlens)}")
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _causal(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """[batch, length, heads, head_dim], fewer heads in `k` and `v` for grouped queries -> like `q`."""
+    length, mask = q.shape[1], None
+    if layer.sliding_window is not None and layer.sliding_window < length:
+        positions = torch.arange(length, device=q.device)
+        mask = visible(layer, positions, positions)
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+    return dense_attention(layer, q, k, v, mask).transpose(1, 2)

@@ -42,10 +42,11 @@ def one_by_one(teacher: Decoder, student: Decoder, documents: list[Document]) ->
     rows = []
     for document in documents:
         ids = torch.from_numpy(document.token_ids.astype(np.int64))
-        attention = PackedAttention([0, len(ids)])
+        positions = torch.arange(len(ids))
         p, q = (
-            torch.softmax(model.logits(model(ids, torch.arange(len(ids)), attention.attend)).double(), -1)
+            torch.softmax(model.logits(model(ids, positions, attention.attend)).double(), -1)
             for model in (teacher, student)
+            for attention in [PackedAttention([0, len(ids)], model.attention_layers)]
         )
         for place in np.flatnonzero(document.supervised):
             a, b, target = p[place - 1], q[place - 1], ids[place]

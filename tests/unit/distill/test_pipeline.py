@@ -163,7 +163,8 @@ def test_transformers_runs_the_export_with_the_same_logits(finished):
     ids = AutoTokenizer.from_pretrained(export)("What is a small student?", return_tensors="pt").input_ids
     ours = load_decoder(export, dtype=torch.float32)
     positions = torch.arange(ids.shape[1])
-    logits = ours.logits(ours(ids[0], positions, PackedAttention([0, ids.shape[1]]).attend))
+    attend = PackedAttention([0, ids.shape[1]], ours.attention_layers).attend
+    logits = ours.logits(ours(ids[0], positions, attend))
     torch.testing.assert_close(logits, theirs(ids).logits[0], rtol=1e-4, atol=1e-4)
     assert theirs.config.num_hidden_layers == 2
 

@@ -30,7 +30,7 @@ def _without_targets(batch: TrainBatch) -> TrainBatch:
 
 
 def _logits(decoder: Decoder, token_ids: Tensor) -> Tensor:
-    attend = PackedAttention([0, len(token_ids)]).attend
+    attend = PackedAttention([0, len(token_ids)], decoder.attention_layers).attend
     return decoder.logits(decoder(token_ids, torch.arange(len(token_ids)), attend))
 
 
