@@ -1,15 +1,18 @@
-"""The one decoder: the trainer trains it, the engine serves it."""
+"""The one native decoder: the trainer trains it, the engine serves it."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tessera_cli.attention import AttentionLayer
+from tessera_cli.models.causal_lm import Attend
 from tessera_cli.models.config import ModelConfig
-from tessera_cli.models.layers import Attend, DecoderLayer, RMSNorm, rotary_table
+from tessera_cli.models.layers import DecoderLayer, RMSNorm
+from tessera_cli.models.rope import RotaryTable, inverse_frequencies, rotary_table
 
 
 class Decoder(nn.Module):
-    """A Llama-architecture decoder over packed tokens of any number of sequences, without padding.
+    """A decoder of the Llama family over packed tokens of any number of sequences, without padding.
 
     What a token may see is the business of the `attend` that the caller passes: blocks of a paged cache when
     serving, isolated documents when training.
@@ -23,7 +26,8 @@ class Decoder(nn.Module):
         vocab, hidden = config.vocab_size, config.hidden_size
         self.embed_tokens = nn.Embedding(vocab, hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)
+            DecoderLayer(config, index, dtype=dtype, device=device)
+            for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype=dtype, device=device)
         self.lm_head = (
@@ -31,6 +35,13 @@ class Decoder(nn.Module):
             if config.tie_word_embeddings
             else nn.Linear(hidden, vocab, bias=False, dtype=dtype, device=device)
         )
+        # No buffer: it is no weight, and `to_empty` would leave garbage in one.
+        self._frequencies, self._rotary_factor = inverse_frequencies(config)
+
+    @property
+    def attention_layers(self) -> tuple[AttentionLayer, ...]:
+        """How each layer attends."""
+        return self.config.attention_layers
 
     @property
     def head_weight(self) -> Tensor:
@@ -38,13 +49,24 @@ class Decoder(nn.Module):
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Normed final hidden states `[num_tokens, hidden]` of `input_ids` and `positions` `[num_tokens]`."""
-        table = rotary_table(self.config, positions)
+        """Final hidden states `[num_tokens, hidden]` of `input_ids` and `positions` `[num_tokens]`.
+
+        They are normed, and divided by `logits_divisor`: times `head_weight` they are the logits.
+        """
+        table = self._rotary_table(positions)
         x = self.embed_tokens(input_ids)
+        if self.config.embedding_multiplier != 1.0:
+            x = x * self.config.embedding_multiplier
         for index, layer in enumerate(self.layers):
             x = layer(index, x, table, attend)
-        return self.norm(x)
+        x = self.norm(x)
+        return x if self.config.logits_divisor == 1.0 else x / self.config.logits_divisor
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits `[n, vocab]` of final hidden states `[n, hidden]`."""
         return F.linear(hidden, self.head_weight).float()
+
+    def _rotary_table(self, positions: Tensor) -> RotaryTable:
+        if self._frequencies.device != positions.device:
+            self._frequencies = self._frequencies.to(positions.device)
+        return rotary_table(self._frequencies, self._rotary_factor, positions)

@@ -1,23 +1,12 @@
 """The parts of a decoder layer, over packed tokens."""
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tessera_cli.models.causal_lm import Attend
 from tessera_cli.models.config import ModelConfig
-
-
-class Attend(Protocol):
-    """Attention over whatever keys and values the caller keeps.
-
-    Takes the layer's index, rotated queries `[num_tokens, num_heads, head_dim]` and keys, and values
-    `[num_tokens, num_kv_heads, head_dim]`; returns a tensor shaped like the queries. The model knows neither
-    block tables nor documents: whoever binds this does.
-    """
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+from tessera_cli.models.rope import RotaryTable, rotate
 
 
 class RMSNorm(nn.Module):
@@ -32,55 +21,74 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def rotary_table(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Float32 cosines and sines `[num_tokens, 1, head_dim]` of `positions` `[num_tokens]` (arXiv 2104.09864).
-
-    The halves of a head are rotated against each other, as Llama checkpoints are stored; the sine carries the
-    sign of the first half, so that `rotate` is two products and a roll.
-    """
-    exponents = (
-        torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32) / config.head_dim
-    )
-    angles = positions.to(torch.float32)[:, None] * (config.rope_theta**-exponents)[None, :]
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
-
-
-def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate heads `[num_tokens, heads, head_dim]` by a `rotary_table`; the dtype of `x` is kept."""
-    cos, sin = table
-    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
-
-
 class DecoderLayer(nn.Module):
-    """Attention and gated MLP, each behind a norm and with a residual; projections fused."""
+    """Attention and gated MLP, each with a norm before or after it and a residual; projections fused."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
+        self.rotates = config.layer_rotates[index] if config.layer_rotates else True
+        self.post_norm = config.post_norm
+        self.qk_norm = config.qk_norm
+        self.residual_multiplier = config.residual_multiplier
         hidden, inner = config.hidden_size, config.intermediate_size
+        query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False, dtype=dtype, device=device)
+        def linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=bias, dtype=dtype, device=device)
 
-        def norm() -> RMSNorm:
-            return RMSNorm(hidden, config.rms_norm_eps, dtype=dtype, device=device)
+        def norm(size: int = hidden) -> RMSNorm:
+            return RMSNorm(size, config.rms_norm_eps, dtype=dtype, device=device)
 
-        self.input_layernorm = norm()
-        self.qkv_proj = linear(hidden, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim)
-        self.o_proj = linear(self.num_heads * self.head_dim, hidden)
+        if not self.post_norm:
+            self.input_layernorm = norm()
+        self.qkv_proj = linear(hidden, query + 2 * key_value, config.qkv_bias)
+        if self.qk_norm != "none":
+            self.q_norm = norm(self.head_dim if self.qk_norm == "head" else query)
+            self.k_norm = norm(self.head_dim if self.qk_norm == "head" else key_value)
+        self.o_proj = linear(query, hidden, config.o_bias)
         self.post_attention_layernorm = norm()
-        self.gate_up_proj = linear(hidden, 2 * inner)
-        self.down_proj = linear(inner, hidden)
+        self.gate_up_proj = linear(hidden, 2 * inner, config.mlp_bias)
+        self.down_proj = linear(inner, hidden, config.mlp_bias)
+        if self.post_norm:
+            self.post_feedforward_layernorm = norm()
 
-    def forward(self, index: int, x: Tensor, table: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """`x` `[num_tokens, hidden]`; `index` is what `attend` is told of the layer's place."""
+    def forward(self, index: int, x: Tensor, table: RotaryTable, attend: Attend) -> Tensor:
+        """`x` `[num_tokens, hidden]`, left as it is; `index` is what `attend` is told of the place."""
+        if self.post_norm:
+            x = self._residual(x, self.post_attention_layernorm(self._attention(index, x, table, attend)))
+            return self._residual(x, self.post_feedforward_layernorm(self._mlp(x)))
+        x = self._residual(x, self._attention(index, self.input_layernorm(x), table, attend))
+        return self._residual(x, self._mlp(self.post_attention_layernorm(x)))
+
+    def _attention(self, index: int, x: Tensor, table: RotaryTable, attend: Attend) -> Tensor:
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv_proj(self.input_layernorm(x)).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
-        q, k = rotate(qkv[:, : heads + kv_heads], table).split([heads, kv_heads], dim=1)
-        attended = attend(index, q, k, qkv[:, heads + kv_heads :])
-        x = x + self.o_proj(attended.reshape(x.shape[0], heads * self.head_dim))
-        gate, up = self.gate_up_proj(self.post_attention_layernorm(x)).chunk(2, dim=-1)
-        return x + self.down_proj(F.silu(gate) * up)
+        qkv = self.qkv_proj(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
+        qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
+        if self.qk_norm != "none":
+            qk = self._norm_heads(qk)
+        if self.rotates:
+            qk = rotate(qk, table)
+        q, k = qk.split([heads, kv_heads], dim=1)
+        return self.o_proj(attend(index, q, k, v).reshape(x.shape[0], heads * self.head_dim))
+
+    def _norm_heads(self, qk: Tensor) -> Tensor:
+        q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
+        if self.qk_norm == "head":
+            return torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
+        q, k = self.q_norm(q.flatten(1)), self.k_norm(k.flatten(1))
+        return torch.cat([q, k], dim=1).view_as(qk)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+    def _residual(self, x: Tensor, update: Tensor) -> Tensor:
+        # In place into the update, which nobody else holds and no gradient needs; never into `x`.
+        if self.residual_multiplier != 1.0:
+            update = update.mul_(self.residual_multiplier)
+        return update.add_(x)

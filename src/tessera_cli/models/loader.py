@@ -14,14 +14,17 @@ from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.decoder import Decoder
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Our fused projection <- the checkpoint's parts, stacked in this order.
-_FUSED = {
+# Our module in a layer <- the checkpoint's modules, stacked in this order; not every family has all.
+_MODULES = {
     "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
     "o_proj": ("self_attn.o_proj",),
     "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     "down_proj": ("mlp.down_proj",),
     "input_layernorm": ("input_layernorm",),
     "post_attention_layernorm": ("post_attention_layernorm",),
+    "post_feedforward_layernorm": ("post_feedforward_layernorm",),
 }
 
 
@@ -106,11 +109,11 @@ def _targets(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     }
     yield "model.embed_tokens.weight", decoder.embed_tokens.weight
     for index, layer in enumerate(decoder.layers):
-        for ours, theirs in _FUSED.items():
-            weight = layer.get_submodule(ours).get_parameter("weight")
-            parts = weight.split(splits[ours]) if ours in splits else (weight,)
-            for name, part in zip(theirs, parts, strict=True):
-                yield f"model.layers.{index}.{name}.weight", part
+        for ours, module in layer.named_children():
+            for kind, parameter in module.named_parameters():  # weight, and perhaps bias
+                parts = parameter.split(splits[ours]) if ours in splits else (parameter,)
+                for theirs, part in zip(_MODULES[ours], parts, strict=True):
+                    yield f"model.layers.{index}.{theirs}.{kind}", part
     yield "model.norm.weight", decoder.norm.weight
     if decoder.lm_head is not None:
         yield "lm_head.weight", decoder.lm_head.weight

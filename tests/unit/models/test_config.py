@@ -1,10 +1,12 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from tessera_cli.errors import ModelError
 from tessera_cli.models.config import ModelConfig
+from tessera_cli.models.rope_scaling import YarnRope
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -52,16 +54,24 @@ def test_generation_config_has_the_last_word_on_eos(tmp_path: Path) -> None:
     [
         ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, "MixtralForCausalLM"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "llama3"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "incomplete.*factor"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "scaled by 0.5"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 1}}, "has beta_fast for its linear"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"attention_bias": True}, "attention_bias=True"),
+        ({"attention_bias": "yes"}, "attention_bias='yes'"),
+        ({"clip_qkv": 1.0}, "clip_qkv=1.0"),
+        ({"use_alibi": 1}, "use_alibi=1"),
         ({"num_key_value_heads": 4}, "4 key-value heads"),
         ({"hidden_size": None}, "incomplete"),
         ({"vocab_size": 0}, "below 1"),
         ({"head_dim": 7}, "odd"),
         ({"torch_dtype": "float64"}, "float64"),
-        ({"model_type": "mistral"}, "model_type 'mistral'"),
+        ({"model_type": "mistral"}, "LlamaForCausalLM .model_type 'mistral'"),
         ({"architectures": "MixtralForCausalLM"}, "MixtralForCausalLM"),
         ({"architectures": [None]}, "None"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -101,3 +111,27 @@ def test_parameters_are_counted_as_transformers_does(tied: bool) -> None:
     matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and (tied or "embed" not in n)]
     assert config.num_matmul_parameters == sum(p.numel() for p in matrices)
     assert config.kv_bytes_per_token(4) == 2 * 2 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("rope", "attention_factor"),
+    [
+        ({}, 0.1 * math.log(4) + 1),
+        ({"mscale": 2.0, "mscale_all_dim": 1.0}, (0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1)),
+        ({"attention_factor": 0.5, "mscale": 2.0, "mscale_all_dim": 1.0}, 0.5),
+    ],
+)
+def test_yarn_scales_attention_as_given_or_by_its_own_rule(
+    rope: dict[str, float], attention_factor: float
+) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, **rope}
+    config = ModelConfig.from_hf(LLAMA | {"rope_parameters": scaling}, where="m")
+    assert isinstance(config.rope_scaling, YarnRope)
+    assert config.rope_scaling.attention_factor == pytest.approx(attention_factor)
+    assert config.rope_scaling.original_max_position_embeddings == 64
+    assert ModelConfig.from_hf(config.to_hf(), where="m") == config
+
+
+def test_marks_without_effect_are_no_fault() -> None:
+    marks = {"_attn_implementation_autoset": True, "rope_interleaved": False, "pruned_heads": {}, "x": 1}
+    assert ModelConfig.from_hf(LLAMA | marks, where="m") == ModelConfig.from_hf(LLAMA, where="m")
