@@ -19,6 +19,8 @@ from tessera_cli.cli.default_command import DEFAULT
 from tessera_cli.cli.environment import env
 from tessera_cli.cli.generate import generate
 from tessera_cli.cli.output import Output
+from tessera_cli.cli.simulate import simulate
+from tessera_cli.cli.trace import trace
 from tessera_cli.errors import ExitCode, GateError, RunError, TesseraError, UsageError
 from tessera_cli.settings import Settings
 
@@ -32,6 +34,8 @@ app = typer.Typer(
 app.add_typer(distill.app, name="distill")
 app.command("generate")(generate)
 app.command("bench")(bench)
+app.command("simulate")(simulate)
+app.command("trace")(trace)
 app.command("env")(env)
 
 
@@ -153,7 +157,11 @@ def _help_page(arguments: Sequence[str]) -> str:
     first, second = [*arguments, "", ""][:2]
     if first == "distill":
         return f"tessera distill {second if second in distill.COMMANDS else DEFAULT} --help"
-    return f"tessera {first} --help" if first in ("generate", "bench", "env") else "tessera --help"
+    return (
+        f"tessera {first} --help"
+        if first in ("generate", "bench", "simulate", "trace", "env")
+        else "tessera --help"
+    )
 
 
 def _is_torch_out_of_memory(error: Exception) -> bool:
