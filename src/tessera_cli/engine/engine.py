@@ -55,7 +55,12 @@ class Engine:
             UsageError: no such attention backend.
         """
         check_positions(config.max_model_len, model.config)
-        backend, _ = select_backend(attention_backend, model.head_weight.device.type)
+        backend, _ = select_backend(
+            attention_backend,
+            model.head_weight.device.type,
+            layers=model.attention_layers,
+            block_size=config.block_size,
+        )
         self.config = config
         self.notes = list(notes)
         self._vocab_size = model.config.vocab_size

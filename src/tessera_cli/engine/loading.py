@@ -3,15 +3,14 @@
 from pathlib import Path
 from typing import TypedDict
 
-from tessera_cli.engine.config import EngineConfig
+from tessera_cli.engine.config import EngineConfig, KVCacheDtype, SchedulingPolicy
 from tessera_cli.engine.engine import Engine
-from tessera_cli.engine.sizing import (
-    DEFAULT_KV_CACHE_MEMORY,
-    num_blocks_for,
-    select_device,
-    select_max_model_len,
-)
+from tessera_cli.engine.memory import device_memory
+from tessera_cli.engine.sizing import GPU_MEMORY_UTILIZATION, PoolSizing, select_device, select_max_model_len
+from tessera_cli.engine.structured_output import GrammarVocabulary
+from tessera_cli.errors import UsageError
 from tessera_cli.kernels.backend import select_backend
+from tessera_cli.kernels.kv_cache import select_kv_cache_dtype
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.loader import load_decoder, select_dtype
 
@@ -20,14 +19,18 @@ class EngineOptions(TypedDict, total=False):
     """The keyword arguments of `load_engine`."""
 
     dtype: str
+    kv_cache_dtype: KVCacheDtype
     device: str
     block_size: int
     num_blocks: int | None
-    kv_cache_memory: int
+    kv_cache_memory: int | None
+    gpu_memory_utilization: float
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_chunked_prefill: bool
+    enable_prefix_caching: bool
+    scheduling_policy: SchedulingPolicy
     attention_backend: str
 
 
@@ -35,29 +38,38 @@ def load_engine(
     path: Path,
     *,
     dtype: str = "auto",
+    kv_cache_dtype: KVCacheDtype = EngineConfig.kv_cache_dtype,
     device: str = "auto",
     block_size: int = EngineConfig.block_size,
     num_blocks: int | None = None,
-    kv_cache_memory: int = DEFAULT_KV_CACHE_MEMORY,
+    kv_cache_memory: int | None = None,
+    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
     max_model_len: int | None = None,
     max_num_seqs: int = EngineConfig.max_num_seqs,
     max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens,
     enable_chunked_prefill: bool = EngineConfig.enable_chunked_prefill,
+    enable_prefix_caching: bool = EngineConfig.enable_prefix_caching,
+    scheduling_policy: SchedulingPolicy = EngineConfig.scheduling_policy,
     attention_backend: str = "auto",
 ) -> Engine:
     """Load the model directory `path` and size the KV cache for it.
 
     Args:
-        path: config.json, safetensors.
-        dtype: of weights and KV cache; "auto" is float32 on a CPU, as stored elsewhere.
+        path: config.json, safetensors, and tokenizer.json for structured output.
+        dtype: of the weights; "auto" is float32 on a CPU, as stored elsewhere.
+        kv_cache_dtype: of keys and values; "auto" is that of the weights.
         device: "auto" is CUDA where there is one.
         block_size: tokens per KV block.
         num_blocks: KV blocks, the null block included; instead of `kv_cache_memory`.
-        kv_cache_memory: bytes of the KV cache.
-        max_model_len: tokens of one sequence; None is the model's maximum, or what the cache holds.
+        kv_cache_memory: bytes of the KV cache; None is what `PoolSizing.blocks_from_free` says.
+        gpu_memory_utilization: share of a GPU's memory for weights and KV cache, where the cache is given
+            neither bytes nor blocks.
+        max_model_len: tokens of one sequence; None is the model's maximum.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of one step.
         enable_chunked_prefill: whether a prompt may be spread over steps.
+        enable_prefix_caching: whether beginnings that prompts have in common are computed once.
+        scheduling_policy: "fcfs" or "priority".
         attention_backend: "auto" or a backend's name.
 
     Raises:
@@ -65,25 +77,45 @@ def load_engine(
         UsageError: an option has a value that means nothing.
         CapacityError: the sizes do not fit together.
     """
+    if num_blocks is not None and kv_cache_memory is not None:
+        raise UsageError("num_blocks and kv_cache_memory both size the KV cache", hint="give one of them")
     model = ModelConfig.from_dir(path)
     device = select_device(device)
     torch_dtype = select_dtype(dtype, model.dtype, device)
-    if num_blocks is None:
-        num_blocks = num_blocks_for(
-            kv_cache_memory, model, element_bytes=torch_dtype.itemsize, block_size=block_size
-        )
-    max_model_len, notes = select_max_model_len(
-        max_model_len, model, num_blocks=num_blocks, block_size=block_size
+    pool = PoolSizing(
+        model.attention_layers,
+        select_kv_cache_dtype(kv_cache_dtype, torch_dtype),
+        block_size,
+        select_max_model_len(max_model_len, model),
     )
+    memory = device_memory(device)
+    if num_blocks is not None:
+        num_blocks = pool.checked_blocks(num_blocks, device, memory)
+    elif kv_cache_memory is not None:
+        num_blocks = pool.blocks_from_bytes(kv_cache_memory, device, memory)
+    else:
+        num_blocks = pool.blocks_from_free(
+            device,
+            memory,
+            weight_bytes=model.num_parameters * torch_dtype.itemsize,
+            max_num_seqs=max_num_seqs,
+            utilization=gpu_memory_utilization,
+        )
     config = EngineConfig(
         num_blocks=num_blocks,
-        max_model_len=max_model_len,
+        max_model_len=pool.max_model_len,
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         enable_chunked_prefill=enable_chunked_prefill,
+        enable_prefix_caching=enable_prefix_caching,
+        scheduling_policy=scheduling_policy,
+        kv_cache_dtype=kv_cache_dtype,
     )
     # A wrong name is told before the weights are read.
-    select_backend(attention_backend, device)
+    select_backend(attention_backend, device, layers=model.attention_layers, block_size=block_size)
     decoder = load_decoder(path, dtype=torch_dtype, device=device)
-    return Engine(decoder, config, attention_backend=attention_backend, notes=notes)
+    grammar_vocabulary = GrammarVocabulary(
+        path / "tokenizer.json", vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
+    )
+    return Engine(decoder, config, attention_backend=attention_backend, grammar_vocabulary=grammar_vocabulary)

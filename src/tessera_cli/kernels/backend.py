@@ -12,6 +12,9 @@ from tessera_cli.errors import UsageError
 
 NULL_BLOCK = 0
 SKIPPED_SLOT = -1
+# Sizes of blocks, in tokens, and of heads, in elements and multiples of 8, that compiled kernels exist for.
+COMPILED_BLOCK_SIZES = (8, 16, 32, 64, 128)
+MAX_COMPILED_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +50,16 @@ class AttentionBackend(Protocol):
         ...
 
 
-def select_backend(name: str, device: str) -> tuple[str, str]:
+def select_backend(
+    name: str, device: str, *, layers: Sequence[AttentionLayer] = (), block_size: int | None = None
+) -> tuple[str, str]:
     """The attention backend for `name` ("auto" or a backend's name) on `device`, and the reason for it.
 
+    Without `layers` and `block_size` the answer is about the machine alone; a model may have sizes that the
+    compiled kernel lacks.
+
     Raises:
-        UsageError: no backend has this name, or it does not run here.
+        UsageError: no backend has this name, or it does not run here or with these sizes.
     """
     if name not in ("auto", *_BACKENDS):
         raise UsageError(f"{name!r} is not an attention backend", hint="use auto, " + ", ".join(_BACKENDS))
@@ -63,11 +71,11 @@ def select_backend(name: str, device: str) -> tuple[str, str]:
             f"the attention backend {name!r} does not run on {device}",
             hint=f"use auto, {kernel} or reference",
         )
-    obstacle = _OBSTACLES[kernel]()
+    obstacle = _OBSTACLES[kernel](device) or _sizes_obstacle(layers, block_size)
     if obstacle is None:
-        return kernel, f"the compiled kernel for {device}" if name == "auto" else "asked for"
+        return kernel, f"the compiled kernel for {kernel}" if name == "auto" else "asked for"
     if name == "auto":
-        return "reference", f"plain PyTorch, {obstacle}"
+        return "reference", f"plain PyTorch: {obstacle}"
     raise UsageError(f"the attention backend {name!r} cannot run: {obstacle}", hint="use auto or reference")
 
 
@@ -96,14 +104,52 @@ def build_attention(
     )
 
 
+def _sizes_obstacle(layers: Sequence[AttentionLayer], block_size: int | None) -> str | None:
+    """Why the compiled kernels do not run with these sizes; None if they do."""
+    if block_size is not None and block_size not in COMPILED_BLOCK_SIZES:
+        return f"the compiled kernels have blocks of {_listed(COMPILED_BLOCK_SIZES)} tokens, not {block_size}"
+    lacking = [
+        layer.head_dim for layer in layers if layer.head_dim % 8 or layer.head_dim > MAX_COMPILED_HEAD_DIM
+    ]
+    if lacking:
+        return f"the compiled kernels have no heads of {lacking[0]} elements"
+    return None
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
+
+
 def _reference() -> Callable[..., AttentionBackend]:
     from tessera_cli.kernels.reference import ReferenceAttention
 
     return ReferenceAttention
 
 
-_BACKENDS = {"reference": _reference}
-_OBSTACLES: dict[str, Callable[[], str | None]] = {
-    "cpu": lambda: "the only backend for cpu",
-    "cuda": lambda: "the only backend for cuda",
-}
+def _cpu() -> Callable[..., AttentionBackend]:
+    from tessera_cli.kernels.cpu import CpuAttention
+
+    return CpuAttention
+
+
+def _cuda() -> Callable[..., AttentionBackend]:
+    from tessera_cli.kernels.cuda import CudaAttention
+
+    return CudaAttention
+
+
+def _cpu_obstacle(device: str) -> str | None:
+    from tessera_cli.kernels.cpu_library import load_library
+
+    library = load_library()
+    return library if isinstance(library, str) else None
+
+
+def _cuda_obstacle(device: str) -> str | None:
+    from tessera_cli.kernels.cuda import find_obstacle
+
+    return find_obstacle(device)
+
+
+_BACKENDS = {"reference": _reference, "cpu": _cpu, "cuda": _cuda}
+_OBSTACLES = {"cpu": _cpu_obstacle, "cuda": _cuda_obstacle}
