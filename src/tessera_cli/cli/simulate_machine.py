@@ -126,7 +126,8 @@ def _on_gpu(context: typer.Context, gpu: Gpu, settings: Settings, output: Output
     config = _config(context, model, memory=given["kv_cache_memory"] or beside, dtype=dtype)
     name = (
         f"{gpu.name} at {efficiency.compute:.0%} of its arithmetic and {efficiency.memory:.0%} of its"
-        f" bandwidth, {overhead * 1e3:g} ms more a step; {model.num_parameters / 1e6:,.1f} M parameters, {dtype}"
+        f" bandwidth, {overhead * 1e3:g} ms more a step;"
+        f" {model.num_parameters / 1e6:,.1f} M parameters, {dtype}"
     )
     if any(window is not None for window in model.layer_windows):
         output.note("note: sliding windows are counted as full attention")

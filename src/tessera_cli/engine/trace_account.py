@@ -28,7 +28,7 @@ class Preemption:
         """Why, as far as a trace tells: whoever comes in where somebody has to go outranks him."""
         if self.admitted:
             return "made room for " + ", ".join(map(name_of, self.admitted))
-        return "KV blocks ran short for older sequences"
+        return "KV blocks ran short for those ahead of it"
 
 
 @dataclass
