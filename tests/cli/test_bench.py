@@ -72,6 +72,43 @@ def test_json_is_one_document_with_the_known_keys(tessera):
     assert figures["device"]["type"] == "cpu"
 
 
+def test_a_shared_prefix_is_found_in_the_cache_and_no_run_profits_from_another(tessera):
+    # Prompts of 48 + 8 tokens, one after the other: all but the first find three blocks of 16.
+    options = (*SMALL, "--num-prompts", "4", "--concurrency", "1", "--repeat", "2", "--prefix-len", "48")
+    figures = json.loads(tessera(*options, "--json")[1])
+    assert figures["total_input_tokens"] == 4 * 56
+    assert figures["prefix_cache_hits"] == 3 * 48
+    assert figures["prefix_cache_hit_rate"] == pytest.approx(3 * 48 / (4 * 56))
+    without = json.loads(tessera(*options, "--json", "--no-enable-prefix-caching")[1])
+    assert (without["prefix_cache_hits"], without["prefix_cache_hit_rate"]) == (0, None)
+
+
+def test_samples_of_a_prompt_fork(tessera):
+    code, out, _ = tessera(*SMALL, "--num-prompts", "2", "--concurrency", "2", "--n", "3", "--json")
+    figures = json.loads(out)
+    assert (code, figures["completed"], figures["total_output_tokens"]) == (ExitCode.SUCCESS, 2, 2 * 3 * 4)
+    # Of three that share the last block of a prompt, two copy it and the last writes in place.
+    assert (figures["forks"], figures["block_copies"]) == (4, 4)
+    assert figures["config"]["n"] == 3
+
+
+@pytest.mark.parametrize(
+    "field", [{"stop": "x"}, {"ignore_eos": False}, {"cache_salt": "a"}, {"choice": ["b"]}]
+)
+def test_what_a_benchmark_would_not_do_is_refused(tessera, tmp_path: Path, field: dict[str, object]):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(json.dumps({"prompt": "The", "max_tokens": 2} | field))
+    code, _, err = tessera("--num-blocks", "64", "--prompt-file", str(prompts))
+    assert (code, "has no place in a benchmark" in err) == (ExitCode.USAGE, True)
+
+
+def test_a_trace_has_a_line_for_each_step(tessera, tmp_path: Path):
+    target = tmp_path / "t.jsonl"
+    options = (*SMALL, "--num-prompts", "1", "--concurrency", "1", "--num-warmups", "0")
+    assert tessera(*options, "--trace", str(target))[0] == ExitCode.SUCCESS
+    assert len(target.read_text().splitlines()) == 1 + 4
+
+
 def test_a_sweep_and_a_file_hold_every_concurrency(tessera, tmp_path: Path):
     target = tmp_path / "sweep.csv"
     code, out, err = tessera(*SMALL, "--concurrency", "1,2", "--num-prompts", "4", "-o", str(target))

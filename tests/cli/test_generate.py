@@ -1,13 +1,15 @@
 """`tessera generate` end to end on a tiny model: records, order, streams, files and exit codes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from tessera_cli.cli.answers import Answer, cut_notes
 from tessera_cli.cli.app import run
-from tessera_cli.cli.prompts import Prompt, conversations_of, sampling_of
+from tessera_cli.cli.prompt_line import Prompt
+from tessera_cli.cli.prompts import check_params, check_priorities, conversations_of, sampling_of
 from tessera_cli.engine.engine import Engine
 from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.errors import DataError, ExitCode, UsageError
@@ -171,7 +173,23 @@ def test_ctrl_c_leaves_the_file_as_it_was(tessera, tmp_path: Path, monkeypatch: 
         (["-p", "a", "--prompt-file", "b.txt"], "both"),
         (["-p", "a", "--format", "jsonl", "--json"], "--json contradicts"),
         (["-p", "a", "-p", "b", "--stream"], "--stream"),
+        (["-p", "a", "--n", "2", "--format", "text", "--stream"], "--stream"),
         (["-p", "a", "--live"], "--live"),
+        (["-p", "a", "--temperature", "-1"], "temperature=-1"),
+        (["-p", "a", "--min-tokens", "9", "--max-tokens", "8"], "min_tokens=9"),
+        (["-p", "a", "--stop", ""], "stop"),
+        (["-p", "a", "--stop", "\udcff"], "--stop: not Unicode text"),
+        (["-p", "a", "--stop-token-id", "384"], "stop_token_ids has token id 384"),
+        (["-p", "a", "--logit-bias", "7:1"], "--logit-bias '7:1'"),
+        (["-p", "a", "--logit-bias", "384=1"], "logit_bias has token id 384"),
+        (["-p", "a", "--logprobs", "21"], "logprobs=21"),
+        (["-p", "a", "--regex", "a", "--choice", "b"], "regex and choice contradict"),
+        (["-p", "a", "--regex", "a", "--ignore-eos"], "ignore_eos"),
+        (["-p", "a", "--regex", "("], "regex cannot be compiled"),
+        (["-p", "a", "--json-schema", "none.json"], "none.json: No such file"),
+        (["-p", "a", "--json-schema", "{"], "json_schema is not JSON"),
+        (["-p", "a", "--scheduling-policy", "lifo"], "lifo"),
+        (["-p", "a", "--trace", "none/t.jsonl"], "no such directory"),
         (["-p", "a", "-o", "none/out.txt"], "no such directory"),
         (["-p", "a", "--system", "\udcff"], "--system: not Unicode text"),
         (["-p", "a", "-o", "/dev/null"], "not a file"),
@@ -192,6 +210,129 @@ def test_prompt_i_samples_with_seed_plus_i_unless_it_has_its_own():
     assert [(one.seed, one.max_tokens) for one in params] == [(10, 9), (3, 2), (12, 9)]
 
 
+def test_several_answers_to_a_prompt_have_records_of_their_own(tessera):
+    options = ("--n", "3", "--temperature", "2", "--max-tokens", "6", "--ignore-eos")
+    code, out, err = tessera("-p", "The quick", "-p", "Pages", *options)
+    assert code == ExitCode.SUCCESS
+    indices = [(record["index"], record["sample_index"]) for record in records(out)]
+    assert indices == [(prompt, sample) for prompt in range(2) for sample in range(3)]
+    assert len({record["text"] for record in records(out)}) == 6
+    assert "6 of 6 answers are cut" in err
+    single = records(tessera("-p", "The quick", *options[2:])[1])[0]
+    assert single["text"] == records(out)[0]["text"]
+    num_prompt = sum(record["num_prompt_tokens"] for record in records(out) if record["sample_index"] == 0)
+    assert f"2 prompts, {num_prompt} tokens in, 36 out" in err
+
+
+def test_several_answers_are_labelled_in_text(tessera):
+    options = ("--format", "text", "--max-tokens", "2", "--temperature", "1")
+    out = tessera("-p", "The quick", "--n", "2", *options)[1]
+    assert out.startswith("[0.0] The quick\n")
+    assert "\n\n[0.1] The quick\n" in out
+
+
+def test_a_stop_string_ends_the_text_before_it_and_is_named(tessera):
+    options = ("-p", "The quick", "--max-tokens", "12", "--ignore-eos", "--raw")
+    whole = records(tessera(*options)[1])[0]["text"]
+    stop = whole[3:6]
+    record = records(tessera(*options, "--stop", "never", "--stop", stop)[1])[0]
+    assert (record["text"], record["stop_reason"]) == (whole[: whole.index(stop)], stop)
+    assert record["finish_reason"] == "stop"
+    assert record["num_output_tokens"] < 12
+    streamed = tessera(*options, "--stop", stop, "--format", "text", "--stream")[1]
+    assert streamed == record["text"] + "\n"
+
+
+def test_the_bytes_of_the_tokens_are_the_text(tessera):
+    options = ("-p", "The quick", "--max-tokens", "12", "--temperature", "3", "--ignore-eos")
+    record = records(tessera(*options, "--logprobs", "0")[1])[0]
+    parts = [bytes(entry["bytes"]) for entry in record["logprobs"]["content"]]
+    assert b"".join(parts).decode(errors="replace") == record["text"]
+
+
+def test_logprobs_are_written_as_openai_and_vllm_have_them(tessera):
+    options = ("-p", "The quick", "--max-tokens", "3", "--ignore-eos", "--raw")
+    (record,) = records(tessera(*options, "--logprobs", "2", "--prompt-logprobs", "1")[1])
+    content = record["logprobs"]["content"]
+    assert [set(entry) for entry in content] == [{"token", "logprob", "bytes", "top_logprobs"}] * 3
+    # Greedy: the token is the likeliest.
+    assert all(entry["top_logprobs"][0]["logprob"] == entry["logprob"] <= 0 for entry in content)
+    assert all(len(entry["top_logprobs"]) == 2 for entry in content)
+    first, *others = record["prompt_logprobs"]
+    assert first is None
+    assert len(others) == record["num_prompt_tokens"] - 1
+    assert all(min(one["rank"] for one in entry.values()) == 1 for entry in others)
+    assert not {"logprobs", "prompt_logprobs"} & set(records(tessera(*options)[1])[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        (["--choice", "red", "--choice", "blue"], "red|blue"),
+        (["--regex", "[ab]{3}"], "[ab]{3}"),
+        (
+            [
+                "--json-schema",
+                '{"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], '
+                '"additionalProperties": false}',
+            ],
+            r"\{\s*\"a\"\s*:\s*1\s*\}",
+        ),
+    ],
+)
+def test_answers_have_the_form_that_is_asked_for(tessera, arguments: list[str], pattern: str):
+    options = ("-p", "The", "--n", "3", "--temperature", "2", "--max-tokens", "200")
+    for record in records(tessera(*options, *arguments)[1]):
+        assert record["finish_reason"] == "stop"
+        assert re.fullmatch(pattern, record["text"])
+
+
+def test_a_line_has_sampling_of_its_own(tessera, tmp_path: Path):
+    prompts = tmp_path / "p.jsonl"
+    lines = [
+        {"prompt": "The", "n": 2, "cache_salt": "a"},
+        {"prompt": "The", "choice": ["red"], "ignore_eos": False, "priority": -1},
+        {"prompt": "The", "logprobs": 1, "logit_bias": {"7": 100}},
+    ]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    options = ("--prompt-file", str(prompts), "--max-tokens", "4", "--ignore-eos")
+    code, _, err = tessera(*options)
+    assert (code, "--scheduling-policy priority" in err) == (ExitCode.USAGE, True)
+    one, other, red, biased = records(tessera(*options, "--scheduling-policy", "priority")[1])
+    assert one["text"] == other["text"]
+    assert (red["text"], red["finish_reason"]) == ("red", "stop")
+    assert len({entry["token"] for entry in biased["logprobs"]["content"]}) == 1
+
+
+def test_a_line_that_contradicts_the_command_line_is_named():
+    base = SamplingParams(max_tokens=9, min_tokens=5)
+    with pytest.raises(DataError, match="line 1: min_tokens=5"):
+        sampling_of([prompt("a", max_tokens=2)], base, 0)
+    check_priorities([prompt("a")], "fcfs")
+
+
+def test_what_is_refused_is_named_with_its_prompt_and_looked_at_once():
+    asked: list[SamplingParams] = []
+
+    def check(params: SamplingParams) -> None:
+        asked.append(params)
+        if params.stop_token_ids:
+            raise UsageError("no such token")
+
+    params = [SamplingParams(seed=1), SamplingParams(seed=2), SamplingParams(stop_token_ids=(9,))]
+    with pytest.raises(DataError, match="line 1: no such token"):
+        check_params([prompt("a")] * 3, params, check)
+    assert asked == [params[0], params[2]]
+
+
+def test_a_trace_tells_of_every_step(tessera, tmp_path: Path):
+    target = tmp_path / "trace.jsonl"
+    assert tessera("-p", "The", "--max-tokens", "5", "--ignore-eos", "--trace", str(target))[0] == 0
+    _, *steps = records(target.read_text())
+    assert len(steps) == 5
+    assert "The" not in target.read_text()
+
+
 def test_what_has_no_place_in_the_template_is_refused():
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     assert conversations_of([prompt("a")], None, None, has_template=False) is None
@@ -206,9 +347,9 @@ def test_what_has_no_place_in_the_template_is_refused():
 
 def test_what_cut_an_answer_is_named():
     def answer(reason: str, num_tokens: int) -> Answer:
-        return Answer(0, "p", None, "t", reason, 3, num_tokens, 1.0, None)
+        return Answer(0, 0, "p", None, "t", reason, None, 3, num_tokens, 1.0, None)
 
-    notes = cut_notes([answer("length", 8), answer("length", 5), answer("stop", 8)], [8, 8, 8])
+    notes = cut_notes([answer("length", 8), answer("length", 5), answer("stop", 8)], [8])
     assert notes == [
         "1 of 3 answers is cut by --max-tokens (finish_reason length)",
         "1 of 3 answers is cut by --max-model-len (finish_reason length)",

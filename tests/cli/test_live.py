@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 from rich.console import Console
 
-from tessera_cli.cli.live import EngineView, Rate
+from tessera_cli.cli.live import EngineView
+from tessera_cli.cli.rate import Rate
 from tessera_cli.cli.terminal import Glyphs, bar, clock_text, key_values, rows, wants_live
 from tessera_cli.engine.stats import EngineStats
 from tessera_cli.errors import UsageError
@@ -23,9 +24,20 @@ IDLE = EngineStats(
     prompt_tokens=1000,
     generation_tokens=500,
     num_steps=9,
+    num_cached_blocks=7,
+    prefix_cache_queries=1000,
+    prefix_cache_hits=900,
 )
 BUSY = replace(
-    IDLE, num_running=64, num_waiting=128, num_preemptions=5, num_used_blocks=366, prompt_tokens=49_120
+    IDLE,
+    num_running=64,
+    num_waiting=128,
+    num_preemptions=5,
+    num_used_blocks=366,
+    num_cached_blocks=40,
+    prompt_tokens=49_120,
+    prefix_cache_queries=2000,
+    prefix_cache_hits=1282,
 )
 
 
@@ -59,8 +71,8 @@ def fed(console: Console, *, live: bool) -> EngineView:
     shown = view(console, clock, live=live)
     shown.on_step(replace(BUSY, prompt_tokens=1000, generation_tokens=500))
     clock.now = 10.0
-    shown.on_finished(Times())
-    shown.on_finished(None)
+    shown.on_finished([Times(), Times()])
+    shown.on_finished([])
     shown.on_step(replace(BUSY, generation_tokens=19_840))
     clock.now = 42.0
     return shown
@@ -77,6 +89,8 @@ def test_every_figure_is_there_and_no_line_is_wider_than_the_terminal(width: int
     text = fed(Console(file=io.StringIO(), width=width), live=False).render().plain
     assert max(map(len, text.split("\n"))) < min(width, 80)
     for figure in ("running 64", "waiting 128", "preempted 3", "done 1/512", "failed 1", "71.5%"):
+        assert figure in text
+    for figure in ("cached 40", "prefix hit 38.2%"):
         assert figure in text
     for figure in ("366/512 blocks", "prompt 4,812", "gen 1,934", "generated 19,340", "00:42", "212.0"):
         assert figure in text
@@ -111,6 +125,7 @@ def test_plain_lines_come_at_changes_of_state_and_every_interval():
     assert [fields["elapsed"] for fields in states] == ["0.0", "5.0", "7.3", "12.0"]
     assert states[1]["output_throughput"] == "10.0"
     assert states[3]["peak_kv_cache_usage"] == "0.715"
+    assert (states[1]["cached_blocks"], states[1]["prefix_cache_hit_rate"]) == ("40", "0.382")
     assert not {"\x1b", "\r"} & set(file.getvalue())
 
 

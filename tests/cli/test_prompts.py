@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tessera_cli.cli.prompts import read_prompts
+from tessera_cli.engine.sampling_params import SamplingParams, StructuredOutput
 from tessera_cli.errors import DataError, UsageError
 
 
@@ -45,9 +46,54 @@ def test_a_json_line_carries_messages_and_its_own_sampling(tmp_path: Path):
     assert (second.text, second.messages, second.sampling) == (None, messages, {"max_tokens": 3})
 
 
+def test_a_line_takes_every_sampling_field(tmp_path: Path):
+    fields = {
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_p": 0.5,
+        "top_k": 3,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": -1.0,
+        "frequency_penalty": 1.0,
+        "seed": 1,
+        "n": 2,
+        "min_tokens": 0,
+        "ignore_eos": False,
+        "stop_token_ids": [5],
+        "logprobs": 0,
+        "prompt_logprobs": 2,
+    }
+    line = {
+        "prompt": "a",
+        "stop": "x",
+        "logit_bias": {"7": 1},
+        "choice": ["b"],
+        "priority": -1,
+        "cache_salt": "s",
+    }
+    (prompt,) = read_prompts([], write(tmp_path, "p.jsonl", json.dumps(fields | line)))
+    assert (prompt.priority, prompt.cache_salt) == (-1, "s")
+    params = prompt.params(SamplingParams())
+    for name, value in fields.items():
+        assert getattr(params, name) == (tuple(value) if isinstance(value, list) else value)
+    assert (params.stop, params.logit_bias) == (("x",), {7: 1.0})
+    assert params.structured_output == StructuredOutput(choice=("b",))
+    # Whatever is added to SamplingParams has to be thought of here.
+    assert set(vars(params)) == {*fields, "stop", "logit_bias", "structured_output"}
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
+        ('{"prompt": "a", "regex": "b", "choice": ["c"]}', "regex and choice contradict"),
+        ('{"prompt": "a", "choice": []}', "choice"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "`logit_bias.x"),
+        ('{"prompt": "a", "json_schema": "{}"}', "`json_schema`"),
+        ('{"prompt": "a", "stop": 3}', "`stop"),
+        ('{"prompt": "a", "cache_salt": ""}', "`cache_salt`"),
+        ('{"prompt": "a", "priority": 1.5}', "`priority`"),
+        ('{"prompt": "a", "n": 0}', "`n`"),
         ('{"prompt": "a", "max_token": 3}', "unknown key `max_token`"),
         ('{"prompt": "a", "max_tokens": 0}', "`max_tokens`"),
         ('{"prompt": "a", "max_tokens": "3"}', "`max_tokens`"),

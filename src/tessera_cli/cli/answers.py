@@ -2,8 +2,8 @@
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,8 @@ from tessera_cli.cli.output import to_json
 from tessera_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from tessera_cli.cli.prompts import Messages, Prompt
-    from tessera_cli.serving.llm import RequestOutput
+    from tessera_cli.cli.prompt_line import Messages, Prompt
+    from tessera_cli.serving.outputs import CompletionOutput, RequestOutput
 
 
 class AnswerFormat(StrEnum):
@@ -26,50 +26,86 @@ class AnswerFormat(StrEnum):
 
 @dataclass(frozen=True)
 class Answer:
-    """One record. `prompt` or `messages` is what the user gave; `ttft_ms` counts from submission."""
+    """One record.
+
+    Attributes:
+        index: its prompt's place among the prompts.
+        sample_index: its own among the answers to the prompt.
+        prompt: what the user gave; None where that is `messages`.
+        messages: what the user gave; None where that is `prompt`.
+        ttft_ms: from submission to the first token.
+        logprobs: as in OpenAI's chat completions; None if they were not asked for.
+        prompt_logprobs: as vLLM writes them, with the first answer to a prompt; None if not asked for.
+    """
 
     index: int
+    sample_index: int
     prompt: str | None
     messages: "Messages | None"
     text: str
     finish_reason: str
+    stop_reason: int | str | None
     num_prompt_tokens: int
     num_output_tokens: int
     ttft_ms: float | None
     error: str | None
+    logprobs: dict[str, Any] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
     @classmethod
-    def of(cls, index: int, prompt: "Prompt", output: "RequestOutput") -> "Answer":
-        """The record of what became of `prompt`."""
-        completion = output.outputs[0]
-        ttft = None if output.metrics is None else output.metrics.ttft
+    def all_of(cls, index: int, prompt: "Prompt", output: "RequestOutput") -> list["Answer"]:
+        """The records of what became of `prompt`, one for each answer."""
+        return [cls._of(index, prompt, output, completion) for completion in output.outputs]
+
+    @classmethod
+    def _of(
+        cls, index: int, prompt: "Prompt", output: "RequestOutput", completion: "CompletionOutput"
+    ) -> "Answer":
+        ttft = None if completion.metrics is None else completion.metrics.ttft
+        logprobs = None
+        if completion.logprobs is not None:
+            logprobs = {"content": [one.as_content() for one in completion.logprobs]}
+        prompt_logprobs = None
+        if output.prompt_logprobs is not None and completion.index == 0:
+            prompt_logprobs = [
+                None if one is None else one.as_prompt_entry() for one in output.prompt_logprobs
+            ]
         return cls(
             index=index,
+            sample_index=completion.index,
             prompt=prompt.text,
             messages=prompt.messages,
             text=completion.text,
             finish_reason=str(completion.finish_reason),
+            stop_reason=completion.stop_reason,
             num_prompt_tokens=len(output.prompt_token_ids),
             num_output_tokens=len(completion.token_ids),
             ttft_ms=None if ttft is None else round(ttft * 1000, 3),
-            error=output.error,
+            error=completion.error,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields in order, with `prompt` or `messages` left out where it was not given."""
-        fields = asdict(self)
-        del fields["prompt" if self.prompt is None else "messages"]
-        return fields
+        """The fields in order, without those that were not given or not asked for."""
+        values = vars(self) | {}
+        del values["prompt" if self.prompt is None else "messages"]
+        for name in ("logprobs", "prompt_logprobs"):
+            if values[name] is None:
+                del values[name]
+        return values
 
 
 def summarize(answers: Sequence[Answer], duration: float, peak_memory_bytes: int) -> dict[str, Any]:
     """Counts and rates of a whole job, under the benchmark's names; failed prompts count as failed alone."""
-    done = [answer for answer in answers if answer.error is None]
-    num_input = sum(answer.num_prompt_tokens for answer in done)
+    failed = {answer.index for answer in answers if answer.error is not None}
+    done = [answer for answer in answers if answer.index not in failed]
+    inputs = {answer.index: answer.num_prompt_tokens for answer in done}
+    num_input = sum(inputs.values())
     num_output = sum(answer.num_output_tokens for answer in done)
     return {
-        "completed": len(done),
-        "failed": len(answers) - len(done),
+        "completed": len(inputs),
+        "failed": len(failed),
         "total_input_tokens": num_input,
         "total_output_tokens": num_output,
         "duration": duration,
@@ -98,8 +134,8 @@ def summary_line(summary: dict[str, Any]) -> str:
 def cut_notes(answers: Sequence[Answer], max_tokens: Sequence[int]) -> list[str]:
     """Lines on answers that did not end by themselves; `max_tokens` is each prompt's own limit."""
     cut = [
-        (answer.num_output_tokens, limit)
-        for answer, limit in zip(answers, max_tokens, strict=True)
+        (answer.num_output_tokens, max_tokens[answer.index])
+        for answer in answers
         if answer.finish_reason == "length"
     ]
     by_limit = sum(num_tokens >= limit for num_tokens, limit in cut)
@@ -122,7 +158,10 @@ def render_answers(answers: Sequence[Answer], summary: dict[str, Any], form: Ans
         case AnswerFormat.TEXT if len(answers) == 1:
             return answers[0].text + "\n"
         case AnswerFormat.TEXT:
-            return "\n".join(f"[{answer.index}] {_heading(answer)}\n{answer.text}\n" for answer in answers)
+            several = {answer.index for answer in answers if answer.sample_index > 0}
+            return "\n".join(
+                f"[{_label(answer, several)}] {_heading(answer)}\n{answer.text}\n" for answer in answers
+            )
 
 
 def check_destination(path: Path) -> Path:
@@ -140,6 +179,11 @@ def check_destination(path: Path) -> Path:
     if path.exists() and not path.is_file():
         raise UsageError(f"{path} is not a file", hint="name a file; without -o answers go to stdout")
     return path
+
+
+def _label(answer: Answer, several: Set[int]) -> str:
+    """The prompt's index, and the answer's own for the prompts that have `several`."""
+    return f"{answer.index}.{answer.sample_index}" if answer.index in several else str(answer.index)
 
 
 def _heading(answer: Answer) -> str:

@@ -12,7 +12,7 @@ from tessera_cli.cli.bench_report import BenchRun
 from tessera_cli.cli.live import EngineView
 from tessera_cli.cli.loading import LoadedModel
 from tessera_cli.cli.output import Output, OutputMode
-from tessera_cli.cli.prompts import Prompt
+from tessera_cli.cli.prompt_line import Prompt
 from tessera_cli.errors import DataError, UsageError
 from tessera_cli.serving.baseline import TransformersBaseline
 from tessera_cli.serving.benchmark import BenchmarkResult, run_benchmark
@@ -26,6 +26,7 @@ from tessera_cli.serving.workload import (
 
 # Keeps the prompts of the warm-up apart from the measured ones, whatever their number.
 WARMUP_SEED_OFFSET = 1 << 32
+_ENDS_EARLY = ("stop", "stop_token_ids", "structured_output")
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,11 @@ class Load:
 
     num_prompts: int | None
     input_len: int
+    prefix_len: int
     output_len: int
     range_ratio: float
     prompts: list[Prompt] | None
+    n: int
     request_rate: float | None
     num_warmups: int | None
     repeat: int
@@ -71,14 +74,16 @@ class Load:
         return [requests[index % len(requests)] for index in range(wanted)]
 
     def _random(self, model: LoadedModel, num_requests: int, seed: int) -> list[BenchmarkRequest]:
-        return random_requests(
+        requests = random_requests(
             num_requests,
             input_len=self.input_len,
+            prefix_len=self.prefix_len,
             output_len=self.output_len,
             range_ratio=self.range_ratio,
             vocab_size=model.config.vocab_size,
             seed=seed,
         )
+        return [replace(request, params=replace(request.params, n=self.n)) for request in requests]
 
     def _from_file(self, model: LoadedModel, prompt: Prompt) -> BenchmarkRequest:
         tokenizer = model.llm.tokenizer
@@ -88,7 +93,25 @@ class Load:
             raise DataError(f"{prompt.source}: `messages`, but the model has no chat template")
         else:
             token_ids = tokenizer.encode_chat(prompt.messages, add_generation_prompt=True)
-        return BenchmarkRequest(token_ids, replace(greedy(self.output_len), **prompt.sampling))
+        _check_fields(prompt)
+        return BenchmarkRequest(token_ids, prompt.params(replace(greedy(self.output_len), n=self.n)))
+
+
+def _check_fields(prompt: Prompt) -> None:
+    """Refuse what a line asks for and the benchmark would not do.
+
+    Raises:
+        DataError: the line has a field that ends answers early or that only `generate` looks at.
+    """
+    given: list[str] = [name for name in _ENDS_EARLY if name in prompt.sampling]
+    given += [name for name in ("priority", "cache_salt") if getattr(prompt, name)]
+    if prompt.sampling.get("ignore_eos") is False:
+        given.append("ignore_eos")
+    if given:
+        raise DataError(
+            f"{prompt.source}: `{given[0]}` has no place in a benchmark",
+            hint="leave it out: answers come at once and in full length",
+        )
 
 
 def measure(
@@ -110,9 +133,11 @@ def measure(
     work = [load.requests(model, concurrency) for concurrency in levels]
     for requests in work:
         check_lengths(requests, model.llm.engine.config.max_model_len)
-        if with_baseline and any(request.params.temperature > 0 for request in requests):
+        plain = (replace(one.params, seed=None) == greedy(one.params.max_tokens) for one in requests)
+        if with_baseline and not all(plain):
             raise UsageError(
-                "--baseline compares greedy answers only", hint="drop `temperature` from the prompts"
+                "--baseline compares one greedy answer to each prompt only",
+                hint="leave --n out, and sampling fields but max_tokens out of the prompt file",
             )
     baseline = None
     runs = []
@@ -155,6 +180,8 @@ def _run(
     concurrency: int | None,
     view: EngineView | None,
 ) -> BenchmarkResult:
+    # Neither the warm-up nor an earlier run of the same prompts may make this one cheaper.
+    model.llm.engine.reset_prefix_cache()
     with view or nullcontext():
         return run_benchmark(
             model.llm.engine,
@@ -182,8 +209,10 @@ def describe(model: LoadedModel, load: Load, num_prompts: int, num_warmups: int)
             "num_prompts": num_prompts,
             "num_warmups": num_warmups,
             "input_len": load.input_len if random_load else None,
+            "prefix_len": load.prefix_len if random_load else None,
             "output_len": load.output_len,
             "range_ratio": load.range_ratio if random_load else None,
+            "n": load.n,
             "request_rate": load.request_rate,
             "repeat": load.repeat,
             "seed": load.seed,
@@ -193,6 +222,9 @@ def describe(model: LoadedModel, load: Load, num_prompts: int, num_warmups: int)
             "max_num_seqs": engine.max_num_seqs,
             "max_num_batched_tokens": engine.max_num_batched_tokens,
             "enable_chunked_prefill": engine.enable_chunked_prefill,
+            "enable_prefix_caching": engine.enable_prefix_caching,
+            "scheduling_policy": engine.scheduling_policy,
+            "kv_cache_dtype": str(engine.kv_cache_dtype),
         },
         "versions": {
             "tessera": version("tessera-cli"),

@@ -135,6 +135,8 @@ def _block(run: BenchRun, percentiles: Sequence[float]) -> list[str]:
         f"concurrency   {run.concurrency or 'unlimited'}, at most {result.max_concurrent_requests} in flight",
         f"requests      {result.completed} completed, {run.num_failed} failed",
         f"preemptions   {result.preemptions}",
+        f"prefix cache  {_prefix_cache(result)}",
+        *([f"forks         {result.forks}, {result.block_copies} blocks copied"] if result.forks else []),
         f"work          {work}, {result.duration:.2f} s",
         f"requests/s    {result.request_throughput:,.2f}",
         f"output tok/s  {result.output_throughput:,.1f}{spread}",
@@ -152,6 +154,13 @@ def _block(run: BenchRun, percentiles: Sequence[float]) -> list[str]:
             f"in batches of {run.baseline.batch_size}{ratio}"
         )
     return lines
+
+
+def _prefix_cache(result: "BenchmarkResult") -> str:
+    rate = result.prefix_cache_hit_rate
+    if rate is None:
+        return "never asked"
+    return f"{rate:.1%} hit, {result.prefix_cache_hits:,} of {result.prefix_cache_queries:,} prompt tokens"
 
 
 def _summary(runs: Sequence[BenchRun], latencies: Sequence[tuple[str, float]]) -> list[list[str]]:

@@ -19,6 +19,7 @@ _PACKAGES = (
     "accelerate",
     "datasets",
     "tokenizers",
+    "llguidance",
     "safetensors",
     "huggingface-hub",
     "gguf",

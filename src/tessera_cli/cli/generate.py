@@ -5,35 +5,25 @@ from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tessera_cli.cli import options
-from tessera_cli.cli.answers import (
-    Answer,
-    AnswerFormat,
-    check_destination,
-    cut_notes,
-    render_answers,
-    summarize,
-    summary_line,
-)
+from tessera_cli.cli import options, sampling_options
+from tessera_cli.cli.answer_output import choose_format, tell_failures, write_answers
+from tessera_cli.cli.answers import Answer, AnswerFormat, check_destination, summarize, summary_line
 from tessera_cli.cli.live import EngineView
-from tessera_cli.cli.loading import LoadedModel, load_model
+from tessera_cli.cli.loading import LoadedModel, load_model, tracing
 from tessera_cli.cli.output import Output
 from tessera_cli.cli.terminal import wants_live
 from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.errors import ExitCode, RunError, UsageError
-from tessera_cli.files import write_file
 from tessera_cli.settings import Settings
 
 if TYPE_CHECKING:
-    from tessera_cli.cli.prompts import Messages, Prompt
-    from tessera_cli.serving.llm import RequestOutput
-
-
-MAX_WARNINGS = 5
+    from tessera_cli.cli.prompt_line import Messages, Prompt
+    from tessera_cli.serving.llm import RunOptions
+    from tessera_cli.serving.outputs import RequestOutput
 
 
 class OnError(StrEnum):
@@ -44,6 +34,7 @@ class OnError(StrEnum):
 
 
 def generate(
+    context: typer.Context,
     model_argument: options.ModelArgument = None,
     prompt: Annotated[
         list[str] | None,
@@ -56,34 +47,30 @@ def generate(
         typer.Option(
             metavar="FILE|-",
             help=".txt: one prompt per non-empty line; .jsonl: `prompt` or `messages` per line, with "
-            "max_tokens, temperature, top_p, top_k and seed of its own; -: lines of text from stdin.",
+            "sampling fields, `priority` and `cache_salt` of its own; -: lines of text from stdin.",
             show_default=False,
         ),
     ] = None,
-    max_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-tokens", "--max-new-tokens", min=1, metavar="N", help="Most tokens of an answer."
-        ),
-    ] = 256,
-    temperature: Annotated[
-        float, typer.Option(min=0, metavar="T", help="0 always takes the likeliest token.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(metavar="P", help="Sample from the likeliest tokens of this total share.")
-    ] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(min=0, metavar="K", help="Sample from this many likeliest tokens; 0 is off.")
-    ] = 0,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on past the end of an answer.")
-    ] = False,
-    seed: Annotated[
-        int,
-        typer.Option(
-            min=0, metavar="N", help="Prompt i samples with SEED + i, so equal prompts get different answers."
-        ),
-    ] = 0,
+    max_tokens: sampling_options.MaxTokensOption = 256,
+    temperature: sampling_options.TemperatureOption = 0.0,
+    top_p: sampling_options.TopPOption = 1.0,
+    top_k: sampling_options.TopKOption = 0,
+    min_p: sampling_options.MinPOption = 0.0,
+    repetition_penalty: sampling_options.RepetitionPenaltyOption = 1.0,
+    presence_penalty: sampling_options.PresencePenaltyOption = 0.0,
+    frequency_penalty: sampling_options.FrequencyPenaltyOption = 0.0,
+    logit_bias: sampling_options.LogitBiasOption = None,
+    seed: sampling_options.SeedOption = 0,
+    n: sampling_options.NOption = 1,
+    min_tokens: sampling_options.MinTokensOption = 0,
+    ignore_eos: sampling_options.IgnoreEosOption = False,
+    stop: sampling_options.StopOption = None,
+    stop_token_id: sampling_options.StopTokenIdOption = None,
+    logprobs: sampling_options.LogprobsOption = None,
+    prompt_logprobs: sampling_options.PromptLogprobsOption = None,
+    json_schema: sampling_options.JsonSchemaOption = None,
+    regex: sampling_options.RegexOption = None,
+    choice: sampling_options.ChoiceOption = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -114,7 +101,7 @@ def generate(
         bool | None,
         typer.Option(
             "--stream/--no-stream",
-            help="Write the answer as it comes. [default: for one prompt on a terminal]",
+            help="Write the answer as it comes. [default: for one answer on a terminal]",
             show_default=False,
         ),
     ] = None,
@@ -122,21 +109,24 @@ def generate(
         OnError, typer.Option(help="When a prompt fails: go on, or stop everything.")
     ] = OnError.SKIP,
     live: options.LiveOption = None,
-    log_interval: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="Between lines when not redrawing in place.")
-    ] = 5.0,
+    log_interval: options.LogIntervalOption = 5.0,
     quiet: options.QuietOption = False,
     model_option: options.ModelOption = None,
     device: options.DeviceOption = "auto",
     dtype: options.DtypeOption = "auto",
     max_model_len: options.MaxModelLenOption = None,
     block_size: options.BlockSizeOption = 16,
-    kv_cache_memory: options.KvCacheMemoryOption = 1 << 30,
+    kv_cache_dtype: options.KvCacheDtypeOption = "auto",
+    kv_cache_memory: options.KvCacheMemoryOption = None,
+    gpu_memory_utilization: options.GpuMemoryUtilizationOption = 0.9,
     num_blocks: options.NumBlocksOption = None,
     max_num_seqs: options.MaxNumSeqsOption = 256,
     max_num_batched_tokens: options.MaxNumBatchedTokensOption = 2048,
     enable_chunked_prefill: options.ChunkedPrefillOption = True,
+    enable_prefix_caching: options.PrefixCachingOption = True,
+    scheduling_policy: options.SchedulingPolicyOption = "fcfs",
     attention_backend: options.AttentionBackendOption = "auto",
+    trace: options.TraceOption = None,
     offline: options.OfflineOption = False,
     debug: options.DebugOption = False,
 ) -> None:
@@ -151,36 +141,35 @@ def generate(
     """
     settings = Settings.from_env()
     output = Output.of(json=json_output, quiet=quiet)
-    form = _choose_format(answer_format, json_output, output_file, output)
+    form = choose_format(answer_format, json_output, output_file, output)
     destination = None if output_file is None else check_destination(output_file)
-    from tessera_cli.cli.prompts import check_unicode, conversations_of, read_prompts, sampling_of
+    trace_file = None if trace is None else check_destination(trace)
+    from tessera_cli.cli.prompts import (
+        check_params,
+        check_priorities,
+        conversations_of,
+        read_prompts,
+        sampling_of,
+    )
 
     prompts = read_prompts(prompt or [], prompt_file)
-    check_unicode(system or "", "--system")
-    if stream and (len(prompts) > 1 or form is not AnswerFormat.TEXT or output_file is not None):
+    _check_texts(system=[system], stop=stop, json_schema=[json_schema], regex=[regex], choice=choice)
+    params = sampling_of(prompts, sampling_options.sampling_params(context), seed)
+    check_priorities(prompts, scheduling_policy)
+    is_one = len(prompts) == 1 and params[0].n == 1
+    can_stream = is_one and form is AnswerFormat.TEXT and output_file is None
+    if stream and not can_stream:
         raise UsageError("--stream writes one answer, as text, to stdout", hint="leave --stream out")
-    streams = _streams(output, len(prompts), form, output_file) if stream is None else stream
+    streams = can_stream and output.stdout.isatty() if stream is None else stream
     shows_live = wants_live(output.console, live, no_progress=settings.no_progress)
-    base = SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, ignore_eos=ignore_eos
-    )
-    params = sampling_of(prompts, base, seed)
     model = load_model(
         options.choose_model(model_argument, model_option, settings, output),
         settings,
         output,
         offline=offline,
-        device=device,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        kv_cache_memory=kv_cache_memory,
-        num_blocks=num_blocks,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        enable_chunked_prefill=enable_chunked_prefill,
-        attention_backend=attention_backend,
+        engine=options.engine_options(context),
     )
+    check_params(prompts, params, model.llm.check)
     conversations = conversations_of(prompts, chat, system, model.llm.tokenizer.chat_template is not None)
     view = None
     if (len(prompts) > 1 or live) and not quiet and not streams:
@@ -192,37 +181,34 @@ def generate(
             start=model.llm.engine.stats(),
             log_interval=log_interval,
         )
-    on_text = (lambda _, piece: output.data(piece, end="")) if streams else None
+    on_text = (lambda _, __, piece: output.data(piece, end="")) if streams else None
     started = monotonic()
-    with view or nullcontext():
+    with tracing(model, trace_file), view or nullcontext():
         outputs = _run(model, prompts, conversations, params, on_error, on_text, view)
-    answers = [Answer.of(index, *pair) for index, pair in enumerate(zip(prompts, outputs, strict=True))]
-    summary = summarize(answers, monotonic() - started, model.peak_memory_bytes())
+    duration = monotonic() - started
+    answers = [
+        answer
+        for index, (given, result) in enumerate(zip(prompts, outputs, strict=True))
+        for answer in Answer.all_of(index, given, result)
+    ]
+    summary = summarize(answers, duration, model.peak_memory_bytes())
     if streams:
         output.data("")
     else:
-        _write(answers, summary, form, destination, output)
-    _tell(prompts, answers, params, output)
+        write_answers(answers, summary, form, destination, output)
+    tell_failures(prompts, answers, params, output)
     output.note(summary_line(summary))
     if summary["failed"]:
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _choose_format(
-    given: AnswerFormat | None, json_output: bool, output_file: Path | None, output: Output
-) -> AnswerFormat:
-    if output_file is not None:
-        by_suffix = {".json": AnswerFormat.JSON, ".txt": AnswerFormat.TEXT}
-        return given or by_suffix.get(output_file.suffix.lower(), AnswerFormat.JSONL)
-    if json_output:
-        if given not in (None, AnswerFormat.JSON):
-            raise UsageError(f"--json contradicts --format {given}", hint="give one of them")
-        return AnswerFormat.JSON
-    return given or (AnswerFormat.TEXT if output.stdout.isatty() else AnswerFormat.JSONL)
+def _check_texts(**given: Sequence[str | None] | None) -> None:
+    """Refuse, with a DataError, stray bytes of the shell in the values of these options."""
+    from tessera_cli.cli.prompt_line import check_unicode
 
-
-def _streams(output: Output, num_prompts: int, form: AnswerFormat, output_file: Path | None) -> bool:
-    return num_prompts == 1 and form is AnswerFormat.TEXT and output_file is None and output.stdout.isatty()
+    for name, texts in given.items():
+        for text in texts or ():
+            check_unicode(text or "", f"--{name.replace('_', '-')}")
 
 
 def _run(
@@ -231,42 +217,23 @@ def _run(
     conversations: "list[Messages] | None",
     params: list[SamplingParams],
     on_error: OnError,
-    on_text: Callable[[int, str], None] | None,
+    on_text: Callable[[int, int, str], None] | None,
     view: EngineView | None,
 ) -> list["RequestOutput"]:
     def on_finished(result: "RequestOutput") -> None:
         if result.error is not None and on_error is OnError.FAIL:
             raise RunError(f"a prompt failed: {result.error}", hint="--on-error skip goes on with the others")
         if view is not None:
-            view.on_finished(result.metrics if result.error is None else None)
+            times = [one.metrics for one in result.outputs if one.metrics is not None]
+            view.on_finished(times if result.error is None else [])
 
-    on_step = None if view is None else view.on_step
+    run: RunOptions = {
+        "priority": [prompt.priority for prompt in prompts],
+        "cache_salt": [prompt.cache_salt for prompt in prompts],
+        "on_text": on_text,
+        "on_finished": on_finished,
+        "on_step": None if view is None else view.on_step,
+    }
     if conversations is None:
-        texts = [prompt.text or "" for prompt in prompts]
-        return model.llm.generate(texts, params, on_text=on_text, on_finished=on_finished, on_step=on_step)
-    return model.llm.chat(conversations, params, on_text=on_text, on_finished=on_finished, on_step=on_step)
-
-
-def _write(
-    answers: Sequence[Answer], summary: dict[str, Any], form: AnswerFormat, path: Path | None, output: Output
-) -> None:
-    text = render_answers(answers, summary, form)
-    if path is None:
-        output.stdout.write(text)
-        output.stdout.flush()
-        return
-    write_file(path, text)
-    output.document({"output": str(path), "summary": summary})
-    output.note(f"wrote {path}")
-
-
-def _tell(
-    prompts: Sequence["Prompt"], answers: Sequence[Answer], params: Sequence[SamplingParams], output: Output
-) -> None:
-    failed = [pair for pair in zip(prompts, answers, strict=True) if pair[1].error is not None]
-    for prompt, answer in failed[:MAX_WARNINGS]:
-        output.warning(f"{prompt.source} failed: {answer.error}")
-    if len(failed) > MAX_WARNINGS:
-        output.warning(f"{len(failed) - MAX_WARNINGS} more prompts failed; their records have `error`")
-    for line in cut_notes(answers, [one.max_tokens for one in params]):
-        output.note(f"note: {line}")
+        return model.llm.generate([prompt.text or "" for prompt in prompts], params, **run)
+    return model.llm.chat(conversations, params, **run)

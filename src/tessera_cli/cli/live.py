@@ -5,7 +5,6 @@ is one ``key=value`` line every few seconds and at changes of state, without con
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from tessera_cli.cli.rate import WINDOW_SECONDS, Rate
 from tessera_cli.cli.terminal import (
     BAR_WIDTH,
     REFRESH_SECONDS,
@@ -26,12 +26,11 @@ from tessera_cli.cli.terminal import (
 )
 from tessera_cli.engine.stats import EngineStats, percentile
 
-WINDOW_SECONDS = 10.0
 PERCENTILES = (50, 90, 99)
 
 
 class Latencies(Protocol):
-    """The latencies of a finished request, in seconds; `tpot` is None for a single output token."""
+    """The latencies of a finished sample, in seconds; `tpot` is None for a single output token."""
 
     @property
     def ttft(self) -> float | None: ...
@@ -41,27 +40,6 @@ class Latencies(Protocol):
     def itl(self) -> Sequence[float]: ...
     @property
     def e2el(self) -> float | None: ...
-
-
-class Rate:
-    """Units per second of a running total, over the last ten seconds."""
-
-    def __init__(self, window: float = WINDOW_SECONDS) -> None:
-        self.window = window
-        self.points: deque[tuple[float, int]] = deque()
-
-    def add(self, now: float, total: int) -> None:
-        self.points.append((now, total))
-        # One point at or before the window's edge stays, so that the whole window is covered.
-        while len(self.points) > 1 and self.points[1][0] <= now - self.window:
-            self.points.popleft()
-
-    def value(self) -> float | None:
-        """None while the points cover less than half a second, too little to say."""
-        if not self.points:
-            return None
-        (start, first), (end, last) = self.points[0], self.points[-1]
-        return (last - first) / (end - start) if end - start >= 0.5 else None
 
 
 class EngineView:
@@ -142,6 +120,13 @@ class EngineView:
     def generation_tokens(self) -> int:
         return self.stats.generation_tokens - self.start.generation_tokens
 
+    @property
+    def prefix_cache_hit_rate(self) -> float | None:
+        """The share of prompt tokens looked up in the prefix cache that were there; None before any was."""
+        queries = self.stats.prefix_cache_queries - self.start.prefix_cache_queries
+        hits = self.stats.prefix_cache_hits - self.start.prefix_cache_hits
+        return hits / queries if queries else None
+
     def _rates(self) -> tuple[float | None, float | None, str]:
         """Prompt and generated tokens per second, and over what: at the end over the whole."""
         if self.ended is None:
@@ -156,17 +141,17 @@ class EngineView:
             return self.stats.num_used_blocks, ""
         return self.peak_used_blocks, "peak "
 
-    def on_finished(self, latencies: Latencies | None) -> None:
-        """Count a finished request; None for one that failed, whose times mean nothing."""
-        if latencies is None or latencies.ttft is None or latencies.e2el is None:
+    def on_finished(self, samples: Sequence[Latencies]) -> None:
+        """Count a finished request with the times of its samples; none for one that failed."""
+        if not samples:
             self.num_failed += 1
             return
         self.num_done += 1
-        self.seconds["TTFT"].append(latencies.ttft)
-        self.seconds["E2EL"].append(latencies.e2el)
-        self.seconds["ITL"].extend(latencies.itl)
-        if latencies.tpot is not None:
-            self.seconds["TPOT"].append(latencies.tpot)
+        for latencies in samples:
+            for name, value in (("TTFT", latencies.ttft), ("TPOT", latencies.tpot), ("E2EL", latencies.e2el)):
+                if value is not None:
+                    self.seconds[name].append(value)
+            self.seconds["ITL"].extend(latencies.itl)
 
     def _show(self, state: str | None) -> None:
         self.shown = self.clock()
@@ -186,6 +171,7 @@ class EngineView:
         """The same figures as one line of ``key=value``, with the names of the JSON."""
         stats, (prompt_rate, output_rate, _), (used, peak) = self.stats, self._rates(), self._blocks()
         usage = "peak_kv_cache_usage" if peak else "kv_cache_usage"
+        hit_rate = self.prefix_cache_hit_rate
         fields: dict[str, object] = {
             "state": state,
             "elapsed": f"{self.clock() - self.started:.1f}",
@@ -195,6 +181,8 @@ class EngineView:
             "waiting": stats.num_waiting,
             "preemptions": self.num_preemptions,
             usage: f"{used / stats.num_blocks:.3f}",
+            "cached_blocks": stats.num_cached_blocks,
+            "prefix_cache_hit_rate": None if hit_rate is None else f"{hit_rate:.3f}",
             "prompt_throughput": None if prompt_rate is None else f"{prompt_rate:.1f}",
             "output_throughput": None if output_rate is None else f"{output_rate:.1f}",
             "total_output_tokens": self.generation_tokens,
@@ -212,7 +200,7 @@ class EngineView:
 
     def _engine_lines(self, glyphs: Glyphs, width: int) -> list[str]:
         stats, (prompt_rate, output_rate, over), (used, peak) = self.stats, self._rates(), self._blocks()
-        usage = used / stats.num_blocks
+        usage, hit_rate = used / stats.num_blocks, self.prefix_cache_hit_rate
         sections = {
             "requests": [
                 f"running {stats.num_running}",
@@ -224,6 +212,8 @@ class EngineView:
             "KV cache": [
                 f"{bar(usage, BAR_WIDTH, glyphs)}  {peak}{usage:.1%}",
                 f"{used:,}/{stats.num_blocks:,} blocks",
+                f"cached {stats.num_cached_blocks:,}",
+                f"prefix hit {'-' if hit_rate is None else f'{hit_rate:.1%}'}",
             ],
             "tokens/s": [
                 f"prompt {_rate(prompt_rate)}",

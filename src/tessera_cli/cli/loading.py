@@ -2,9 +2,11 @@
 
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
 from tessera_cli.cli.output import Output
 from tessera_cli.settings import Settings, prepare_process
@@ -43,7 +45,7 @@ class LoadedModel:
 
 
 def load_model(
-    name: str, settings: Settings, output: Output, *, offline: bool, **engine: Unpack["EngineOptions"]
+    name: str, settings: Settings, output: Output, *, offline: bool, engine: "EngineOptions"
 ) -> LoadedModel:
     """Resolve and load `name`; one line each on stderr for the model, the backend and the KV cache.
 
@@ -70,12 +72,28 @@ def load_model(
     backend, reason = select_backend(engine.get("attention_backend", "auto"), device)
     output.note(f"model     {path}, {config.num_parameters / 1e6:,.1f} M parameters, {dtype} on {device}")
     output.note(f"attention {backend}: {reason}")
-    engine["device"], engine["dtype"] = device, dtype
-    llm = LLM(path, **engine)
+    llm = LLM(path, **engine | {"device": device, "dtype": dtype})
     output.note(f"KV cache  {llm.engine.capacity}")
     for note in llm.engine.notes:
         output.note(f"note: {note}")
     return LoadedModel(short_name(name), path, config, llm, dtype, device, backend)
+
+
+@contextmanager
+def tracing(model: LoadedModel, path: Path | None) -> Iterator[None]:
+    """Let the engine write what each step does to `path`, if there is one."""
+    if path is None:
+        yield
+        return
+    from tessera_cli.engine.trace import TraceWriter
+
+    engine = model.llm.engine
+    with TraceWriter.open(path, engine.config) as writer:
+        engine._observer = writer
+        try:
+            yield
+        finally:
+            engine._observer = None
 
 
 def short_name(name: str) -> str:

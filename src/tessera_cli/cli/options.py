@@ -3,13 +3,16 @@
 import re
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from tessera_cli.cli.output import Output
 from tessera_cli.errors import UsageError
 from tessera_cli.settings import Settings
+
+if TYPE_CHECKING:
+    from tessera_cli.engine.loading import EngineOptions
 
 RUNS_DIR = Path("runs")
 
@@ -86,14 +89,24 @@ MaxModelLenOption = Annotated[
     ),
 ]
 BlockSizeOption = Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Tokens in a KV block.")]
+KvCacheDtypeOption = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|float32|float16|bfloat16|int8", help="Type of keys and values; auto is the weights'."
+    ),
+]
 KvCacheMemoryOption = Annotated[
-    int,
+    int | None,
     typer.Option(
         parser=_size_option,
         metavar="SIZE",
-        help="Memory of the KV cache. [default: 1GiB]",
+        help="Memory of the KV cache. [default: from what is free]",
         show_default=False,
     ),
+]
+GpuMemoryUtilizationOption = Annotated[
+    float,
+    typer.Option(metavar="SHARE", help="Of a GPU's memory, for weights and KV cache together."),
 ]
 NumBlocksOption = Annotated[
     int | None,
@@ -121,10 +134,58 @@ ChunkedPrefillOption = Annotated[
         help="Spread a long prompt over several steps.",
     ),
 ]
+PrefixCachingOption = Annotated[
+    bool,
+    typer.Option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Compute a beginning that prompts have in common once.",
+    ),
+]
+SchedulingPolicyOption = Annotated[
+    str,
+    typer.Option(metavar="fcfs|priority", help="Who runs first: who came first, or by `priority`."),
+]
 AttentionBackendOption = Annotated[
     str,
-    typer.Option(metavar="auto|reference", help="Attention kernel."),
+    typer.Option(metavar="auto|reference|cpu|cuda", help="Attention kernel."),
 ]
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Write what each step did, for `tessera trace FILE`.", show_default=False
+    ),
+]
+LogIntervalOption = Annotated[
+    float, typer.Option(min=0.1, metavar="SECONDS", help="Between lines when not redrawing in place.")
+]
+
+ENGINE_OPTIONS = (
+    "device",
+    "dtype",
+    "max_model_len",
+    "block_size",
+    "kv_cache_dtype",
+    "kv_cache_memory",
+    "gpu_memory_utilization",
+    "num_blocks",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "scheduling_policy",
+    "attention_backend",
+)
+
+
+def engine_options(context: typer.Context) -> "EngineOptions":
+    """What the command line says of the engine; the parameters have the names of the engine's arguments."""
+    return cast("EngineOptions", {name: context.params[name] for name in ENGINE_OPTIONS})
+
+
+def is_default(context: typer.Context, name: str) -> bool:
+    """Whether the parameter `name` was not given, which its value alone does not say."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "DEFAULT"
 
 
 def choose_model(argument: str | None, option: str | None, settings: Settings, output: Output) -> str:

@@ -1,53 +1,13 @@
 """Prompts from the command line, a file or stdin, read strictly: a fault names its file and line."""
 
-import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
+from tessera_cli.cli.prompt_line import Messages, Prompt, check_unicode, parse_line
 from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.errors import DataError, UsageError
-
-Messages = list[dict[str, str]]
-
-
-class _Message(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    role: Literal["system", "user", "assistant"]
-    content: str
-
-
-class _PromptLine(BaseModel):
-    """One line of a .jsonl prompt file: what to answer, and sampling fields that hold for this line only."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
-    prompt: Annotated[str, Field(min_length=1)] | None = None
-    messages: Annotated[list[_Message], Field(min_length=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    seed: Annotated[int, Field(ge=0)] | None = None
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What to answer: `text` or `messages`, never both.
-
-    `sampling` holds the line's own sampling fields, which win over the command line's. `source` names the
-    prompt in errors.
-    """
-
-    text: str | None
-    messages: Messages | None
-    sampling: dict[str, Any]
-    source: str
 
 
 def read_prompts(texts: Sequence[str], prompt_file: str | None) -> list[Prompt]:
@@ -75,24 +35,43 @@ def read_prompts(texts: Sequence[str], prompt_file: str | None) -> list[Prompt]:
     return [Prompt(text, None, {}, f"--prompt number {index + 1}") for index, text in enumerate(texts)]
 
 
-def check_unicode(text: str, source: str) -> None:
-    """See that `text` is whole characters: stray bytes of the shell and halves of pairs in JSON are not.
-
-    Raises:
-        DataError: it is not, and no tokenizer would take it.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        where = f"at character {error.start + 1}"
-        raise DataError(f"{source}: not Unicode text, {where}", hint="give UTF-8 text") from None
-
-
 def sampling_of(prompts: Sequence[Prompt], base: SamplingParams, seed: int) -> list[SamplingParams]:
     """The sampling of each prompt: `base` with the prompt's own fields, and `seed` plus its index."""
-    return [
-        replace(base, **({"seed": seed + index} | prompt.sampling)) for index, prompt in enumerate(prompts)
-    ]
+    return [prompt.params(replace(base, seed=seed + index)) for index, prompt in enumerate(prompts)]
+
+
+def check_priorities(prompts: Sequence[Prompt], policy: str) -> None:
+    """Refuse priorities that the scheduling policy would not look at.
+
+    Raises:
+        DataError: a prompt has one, and the policy is another.
+    """
+    for prompt in prompts:
+        if prompt.priority and policy != "priority":
+            raise DataError(
+                f"{prompt.source}: `priority` means nothing under --scheduling-policy {policy}",
+                hint="add --scheduling-policy priority",
+            )
+
+
+def check_params(
+    prompts: Sequence[Prompt], params: Sequence[SamplingParams], check: Callable[[SamplingParams], None]
+) -> None:
+    """Find what `check` refuses in the prompts' sampling before any work; once for all that ask the same.
+
+    Raises:
+        DataError: it has refused something; the message names the prompt.
+    """
+    checked = set()
+    for prompt, one in zip(prompts, params, strict=True):
+        asked = (one.structured_output, one.stop_token_ids, tuple(one.logit_bias.items()), one.n)
+        if asked in checked:
+            continue
+        checked.add(asked)
+        try:
+            check(one)
+        except UsageError as error:
+            raise DataError(f"{prompt.source}: {error.message}", hint=error.hint) from error
 
 
 def conversations_of(
@@ -139,7 +118,7 @@ def _read_file(name: str) -> list[Prompt]:
         raise DataError(f"{label} has no prompts: every line is empty", hint="write one prompt per line")
     if suffix == ".txt":
         return [Prompt(line, None, {}, f"{label} line {number}") for number, line in numbered]
-    return [_parse_line(line, f"{label} line {number}") for number, line in numbered]
+    return [parse_line(line, f"{label} line {number}") for number, line in numbered]
 
 
 def _read_bytes(name: str) -> bytes:
@@ -159,43 +138,3 @@ def _decode(data: bytes, label: str) -> str:
     except UnicodeDecodeError as error:
         number = data.count(b"\n", 0, error.start) + 1
         raise DataError(f"{label} line {number}: not UTF-8 text", hint="convert the file to UTF-8") from error
-
-
-def _parse_line(line: str, source: str) -> Prompt:
-    try:
-        fields = json.loads(line, object_pairs_hook=_refuse_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{source}: not a JSON object: {error}", hint="write one object per line") from error
-    if not isinstance(fields, dict):
-        raise DataError(f"{source}: not a JSON object", hint='write one object per line: {"prompt": "..."}')
-    try:
-        parsed = _PromptLine.model_validate(fields)
-    except ValidationError as error:
-        raise DataError(f"{source}: {_problem(error)}", hint=f"known keys: {_known_keys()}") from error
-    if (parsed.prompt is None) == (parsed.messages is None):
-        raise DataError(f"{source}: needs either `prompt` or `messages`", hint="give exactly one of them")
-    messages = None if parsed.messages is None else [message.model_dump() for message in parsed.messages]
-    for message in messages or ():
-        check_unicode(message["content"], source)
-    sampling = parsed.model_dump(exclude={"prompt", "messages"}, exclude_none=True)
-    return Prompt(parsed.prompt, messages, sampling, source)
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"`{next(key for key in keys if keys.count(key) > 1)}` is given twice")
-    return fields
-
-
-def _problem(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return f"unknown key `{where}`"
-    return f"`{where}`: {first['msg'][0].lower()}{first['msg'][1:]}"
-
-
-def _known_keys() -> str:
-    return ", ".join(_PromptLine.model_fields)

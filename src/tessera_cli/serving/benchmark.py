@@ -34,7 +34,9 @@ class BenchmarkEngine(Protocol):
 class BenchmarkResult:
     """What one run measured. Token counts, throughputs and latencies are of the completed requests alone.
 
-    `duration` is seconds from the first submission to the last end; `latencies` maps METRICS to seconds.
+    `duration` is seconds from the first submission to the last end; `latencies` maps METRICS to seconds, one
+    for each sample of a request. `prefix_cache_queries` and `prefix_cache_hits` count prompt tokens; `forks`
+    counts samples that went on from a shared prompt, `block_copies` the blocks copied because one wrote.
     """
 
     completed: int
@@ -46,6 +48,10 @@ class BenchmarkResult:
     preemptions: int
     latencies: dict[str, list[float]]
     errors: list[str]
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    forks: int = 0
+    block_copies: int = 0
 
     @property
     def request_throughput(self) -> float:
@@ -58,6 +64,11 @@ class BenchmarkResult:
     @property
     def total_token_throughput(self) -> float:
         return (self.total_input_tokens + self.total_output_tokens) / self.duration
+
+    @property
+    def prefix_cache_hit_rate(self) -> float | None:
+        """Hits over queries; None where the prefix cache was never asked."""
+        return self.prefix_cache_hits / self.prefix_cache_queries if self.prefix_cache_queries else None
 
     def percentile_ms(self, metric: str, percent: float) -> float | None:
         """Linearly interpolated percentile in milliseconds; None where nothing was measured."""
@@ -77,6 +88,11 @@ class BenchmarkResult:
             "total_token_throughput": self.total_token_throughput,
             "max_concurrent_requests": self.max_concurrent_requests,
             "preemptions": self.preemptions,
+            "prefix_cache_queries": self.prefix_cache_queries,
+            "prefix_cache_hits": self.prefix_cache_hits,
+            "prefix_cache_hit_rate": self.prefix_cache_hit_rate,
+            "forks": self.forks,
+            "block_copies": self.block_copies,
         }
         for metric in METRICS:
             values = [seconds * 1000 for seconds in self.latencies[metric]]
@@ -96,7 +112,7 @@ def run_benchmark(
     request_rate: float | None = None,
     seed: int = 0,
     on_step: Callable[[EngineStats], None] | None = None,
-    on_finished: Callable[[RequestMetrics | None], None] | None = None,
+    on_finished: Callable[[list[RequestMetrics]], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> BenchmarkResult:
@@ -106,7 +122,7 @@ def run_benchmark(
         concurrency: at most this many requests are in flight, waiting ones included; None for no limit.
         request_rate: requests per second of a Poisson process; None to submit as soon as there is a place.
         seed: of the arrival times.
-        on_finished: gets the times of each completed request, None for each that failed.
+        on_finished: gets the times of the samples of each completed request, none of each that failed.
 
     Raises:
         UsageError: no request at all, or a limit or rate that lets none through.
@@ -116,18 +132,18 @@ def run_benchmark(
     if concurrency is not None and concurrency < 1:
         raise UsageError(f"concurrency {concurrency} is below 1", hint="use 1 or more")
     load = _Load(engine, requests, poisson_arrivals(len(requests), request_rate, seed), concurrency, clock)
-    preemptions = engine.stats().num_preemptions
+    before = engine.stats()
     while load.num_submitted < len(requests) or load.in_flight:
         load.submit_due()
         if not load.in_flight:
             sleep(load.seconds_to_next())
             continue
-        for times in load.step():
+        for samples in load.step():
             if on_finished is not None:
-                on_finished(times)
+                on_finished(samples)
         if on_step is not None:
             on_step(engine.stats())
-    return load.result(engine.stats().num_preemptions - preemptions)
+    return load.result(before, engine.stats())
 
 
 class _Load:
@@ -146,9 +162,9 @@ class _Load:
         self.start = clock()
         self.due = None if arrivals is None else [self.start + seconds for seconds in arrivals]
         self.num_submitted = self.peak = 0
-        self.in_flight: dict[str, RequestMetrics] = {}
-        self.completed: list[tuple[BenchmarkRequest, RequestMetrics]] = []
-        self.errors: list[str] = []
+        self.in_flight: dict[str, list[RequestMetrics]] = {}
+        self.failures: dict[str, str] = {}
+        self.completed: list[tuple[BenchmarkRequest, list[RequestMetrics]]] = []
 
     def submit_due(self) -> None:
         while self.num_submitted < len(self.requests) and len(self.in_flight) < self.limit:
@@ -158,53 +174,62 @@ class _Load:
                 break
             request, request_id = self.requests[self.num_submitted], str(self.num_submitted)
             self.engine.add_request(request_id, request.prompt_token_ids, request.params)
-            self.in_flight[request_id] = RequestMetrics(arrival)
+            self.in_flight[request_id] = [RequestMetrics(arrival) for _ in range(request.params.n)]
             self.num_submitted += 1
         self.peak = max(self.peak, len(self.in_flight))
 
     def seconds_to_next(self) -> float:
         return 0.0 if self.due is None else max(0.0, self.due[self.num_submitted] - self.clock())
 
-    def step(self) -> list[RequestMetrics | None]:
-        """One step of the engine; the times of the requests that it completed, None for each that failed.
+    def step(self) -> list[list[RequestMetrics]]:
+        """One step of the engine; the samples' times of the requests that ended, none of each that failed.
 
         The times are the benchmark's own: its clock, and arrivals when they were due.
         """
         outputs = self.engine.step()
         now = self.clock()
-        ended: list[RequestMetrics | None] = []
+        ended: list[list[RequestMetrics]] = []
         for output in outputs:
-            times = self.in_flight[output.request_id]
+            request_id, samples = output.request_id, self.in_flight[output.request_id]
+            times = samples[output.index]
             times.token_times.extend([now] * len(output.new_token_ids))
             if output.finish_reason is None:
                 continue
             times.finished_time = now
-            del self.in_flight[output.request_id]
-            request = self.requests[int(output.request_id)]
+            request = self.requests[int(request_id)]
             error = _failure(output, request, times)
-            if error is None:
-                self.completed.append((request, times))
-            else:
-                self.errors.append(error)
-            ended.append(times if error is None else None)
+            if error is not None:
+                self.failures.setdefault(request_id, error)
+            if all(sample.finished_time is not None for sample in samples):
+                del self.in_flight[request_id]
+                if request_id in self.failures:
+                    ended.append([])
+                else:
+                    self.completed.append((request, samples))
+                    ended.append(samples)
         return ended
 
-    def result(self, preemptions: int) -> BenchmarkResult:
+    def result(self, before: EngineStats, after: EngineStats) -> BenchmarkResult:
+        samples = [times for _, samples in self.completed for times in samples]
         return BenchmarkResult(
             completed=len(self.completed),
-            failed=len(self.errors),
+            failed=len(self.failures),
             total_input_tokens=sum(len(request.prompt_token_ids) for request, _ in self.completed),
-            total_output_tokens=sum(len(times.token_times) for _, times in self.completed),
+            total_output_tokens=sum(len(times.token_times) for times in samples),
             duration=self.clock() - self.start,
             max_concurrent_requests=self.peak,
-            preemptions=preemptions,
-            latencies=_latencies(times for _, times in self.completed),
-            errors=self.errors,
+            preemptions=after.num_preemptions - before.num_preemptions,
+            latencies=_latencies(samples),
+            errors=list(self.failures.values()),
+            prefix_cache_queries=after.prefix_cache_queries - before.prefix_cache_queries,
+            prefix_cache_hits=after.prefix_cache_hits - before.prefix_cache_hits,
+            forks=after.num_forks - before.num_forks,
+            block_copies=after.num_block_copies - before.num_block_copies,
         )
 
 
 def _failure(output: SequenceOutput, request: BenchmarkRequest, times: RequestMetrics) -> str | None:
-    """Why a finished request does not count: a short answer would otherwise look like a fast one."""
+    """Why a finished sample does not count: a short answer would otherwise look like a fast one."""
     wanted = request.params.max_tokens
     if output.error is not None:
         return output.error

@@ -1,6 +1,7 @@
 """The load is what it says and what is measured is what happened, on an engine whose time is made up."""
 
 from collections import deque
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -44,6 +45,7 @@ class FakeEngine:
     """Gives a token to each of at most `width` requests in a step of half a second."""
 
     def __init__(self, time: Time, width: int = 1000, fails: dict[str, int] | None = None) -> None:
+        self.n = 1
         self.time, self.width, self.fails = time, width, fails or {}
         self.queue: deque[tuple[str, int]] = deque()
         self.given: dict[str, int] = {}
@@ -51,6 +53,7 @@ class FakeEngine:
 
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
         self.queue.append((request_id, params.max_tokens))
+        self.n = params.n
         self.given[request_id] = 0
         self.most = max(self.most, len(self.queue))
 
@@ -59,19 +62,28 @@ class FakeEngine:
         outputs = []
         for request_id, wanted in list(self.queue)[: self.width]:
             if self.given[request_id] == self.fails.get(request_id):
-                outputs.append(SequenceOutput(request_id, (), FinishReason.ERROR, "broken logits", None))
+                outputs.append(_failed(request_id))
                 self.queue.remove((request_id, wanted))
                 continue
             self.given[request_id] += 1
             ends = self.given[request_id] == wanted
             reason = FinishReason.LENGTH if ends else None
-            outputs.append(SequenceOutput(request_id, (7,), reason, None, None))
+            outputs += [SequenceOutput(request_id, i, (7,), finish_reason=reason) for i in range(self.n)]
             if ends:
                 self.queue.remove((request_id, wanted))
         return outputs
 
     def stats(self) -> EngineStats:
-        return EngineStats(0, 0, 0, 0, 0, 10, 0, 16, 0, 0, 0)
+        return EngineStats(
+            *(0, 0, 0, 0, 0, 10, 0, 16, 0, 0, 0),
+            prefix_cache_queries=3 * len(self.given),
+            prefix_cache_hits=len(self.given),
+            num_forks=5,
+        )
+
+
+def _failed(request_id: str) -> SequenceOutput:
+    return SequenceOutput(request_id, 0, (), finish_reason=FinishReason.ERROR, error="broken logits")
 
 
 def requests(*output_lens: int) -> list[BenchmarkRequest]:
@@ -80,6 +92,30 @@ def requests(*output_lens: int) -> list[BenchmarkRequest]:
 
 def run(engine: FakeEngine, work: list[BenchmarkRequest], **options: object) -> BenchmarkResult:
     return run_benchmark(engine, work, clock=engine.time.clock, sleep=engine.time.sleep, **options)
+
+
+def test_every_sample_of_a_request_is_timed_and_the_request_is_one():
+    work = [BenchmarkRequest([1, 2, 3], replace(greedy(4), n=3)) for _ in range(2)]
+    ended: list[list[RequestMetrics]] = []
+    result = run(FakeEngine(Time()), work, concurrency=1, on_finished=ended.append)
+    assert (result.completed, result.total_input_tokens, result.total_output_tokens) == (2, 6, 24)
+    assert {name: len(values) for name, values in result.latencies.items()} == {
+        "ttft": 6,
+        "tpot": 6,
+        "itl": 18,
+        "e2el": 6,
+    }
+    assert [len(samples) for samples in ended] == [3, 3]
+
+
+def test_the_caches_counts_are_those_of_the_run():
+    engine = FakeEngine(Time())
+    run(engine, requests(2, 2), concurrency=2)
+    result = run(engine, requests(*[2] * 6), concurrency=6)
+    # The first run has left two behind; the ids begin anew.
+    assert (result.prefix_cache_queries, result.prefix_cache_hits, result.forks) == (12, 4, 0)
+    assert result.as_dict()["prefix_cache_hit_rate"] == pytest.approx(1 / 3)
+    assert BenchmarkResult(0, 0, 0, 0, 1.0, 0, 0, {}, []).prefix_cache_hit_rate is None
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 8])
@@ -111,13 +147,13 @@ def test_a_single_output_token_has_no_tpot_and_no_gap():
 
 
 def test_a_failed_request_adds_neither_tokens_nor_latencies():
-    seen: list[RequestMetrics | None] = []
+    seen: list[list[RequestMetrics]] = []
     engine = FakeEngine(Time(), fails={"1": 1, "2": 0})
     result = run(engine, requests(4, 4, 4), concurrency=3, on_finished=seen.append)
     assert (result.completed, result.failed, result.errors) == (1, 2, ["broken logits"] * 2)
     assert (result.total_input_tokens, result.total_output_tokens) == (3, 4)
     assert len(result.latencies["ttft"]) == len(result.latencies["e2el"]) == 1
-    assert seen.count(None) == 2
+    assert seen.count([]) == 2
 
 
 def test_an_answer_that_ends_early_is_a_failure():
@@ -125,7 +161,7 @@ def test_an_answer_that_ends_early_is_a_failure():
         def step(self) -> list[SequenceOutput]:
             super().step()
             self.queue.clear()
-            return [SequenceOutput("0", (7,), FinishReason.STOP, None, None)]
+            return [SequenceOutput("0", 0, (7,), finish_reason=FinishReason.STOP)]
 
     result = run(Stops(Time()), requests(4), concurrency=1)
     assert (result.completed, result.failed) == (0, 1)
@@ -167,9 +203,9 @@ def test_arrivals_are_poisson_from_their_seed():
 
 def test_random_requests_keep_to_their_ranges_and_their_seed():
     options = {"input_len": 40, "output_len": 20, "range_ratio": 0.5, "vocab_size": 11}
-    work = random_requests(200, seed=5, **options)
-    assert work == random_requests(200, seed=5, **options)
-    assert work != random_requests(200, seed=6, **options)
+    work = random_requests(1000, seed=5, **options)
+    assert work == random_requests(1000, seed=5, **options)
+    assert work != random_requests(1000, seed=6, **options)
     input_lens = {len(request.prompt_token_ids) for request in work}
     output_lens = {request.params.max_tokens for request in work}
     assert (min(input_lens), max(input_lens)) == (20, 60)
