@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from tessera_cli.engine.config import EngineConfig
 from tessera_cli.engine.engine import Engine
 from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.engine.sequence import FinishReason
+from tessera_cli.engine.step_result import TokenLogprobs
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.loader import load_decoder
 
@@ -19,11 +21,14 @@ VOCAB_SIZE = 384
 
 @dataclass
 class Finished:
-    """What an engine made of one request."""
+    """What an engine made of one sample of a request."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    stop_reason: int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 def tiny_decoder(path: Path) -> Decoder:
@@ -31,49 +36,57 @@ def tiny_decoder(path: Path) -> Decoder:
     return load_decoder(path, dtype=torch.float32)
 
 
-def make_engine(
-    decoder: Decoder,
-    *,
-    num_blocks: int = 200,
-    block_size: int = 4,
-    max_model_len: int = 128,
-    max_num_seqs: int = 16,
-    max_num_batched_tokens: int = 64,
-    enable_chunked_prefill: bool = True,
-) -> Engine:
-    """An engine whose sizes are small enough to matter."""
-    config = EngineConfig(
-        num_blocks=num_blocks,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        enable_chunked_prefill=enable_chunked_prefill,
-    )
-    return Engine(decoder, config)
+def make_engine(decoder: Decoder, *, options: Mapping[str, Any] | None = None, **sizes: Any) -> Engine:
+    """An engine whose `sizes` are small enough to matter; `options` are those of `Engine` itself."""
+    defaults: dict[str, Any] = {
+        "num_blocks": 200,
+        "block_size": 4,
+        "max_model_len": 128,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 64,
+    }
+    return Engine(decoder, EngineConfig(**defaults | sizes), **options or {})
 
 
-def run_to_end(engine: Engine) -> dict[str, Finished]:
-    """Step until nothing is unfinished; the outputs by request id."""
-    outputs: dict[str, Finished] = {}
+def run_samples(engine: Engine) -> dict[str, list[Finished]]:
+    """Step until nothing is unfinished; the outputs by request id and child index."""
+    outputs: dict[str, dict[int, Finished]] = {}
     while engine.has_unfinished():
         for output in engine.step():
-            finished = outputs.setdefault(output.request_id, Finished())
+            finished = outputs.setdefault(output.request_id, {}).setdefault(output.index, Finished())
+            assert finished.finish_reason is None, "an output after the end"
             finished.token_ids += output.new_token_ids
+            finished.logprobs += output.logprobs
+            finished.prompt_logprobs = output.prompt_logprobs or finished.prompt_logprobs
             finished.finish_reason = output.finish_reason
+            finished.stop_reason = output.stop_reason
             finished.error = output.error
         engine._scheduler.check_invariants()
     assert engine.stats().num_used_blocks == 0
-    assert not engine._requests
-    return outputs
+    assert not engine._records.requests
+    return {
+        request_id: [samples[index] for index in sorted(samples)] for request_id, samples in outputs.items()
+    }
+
+
+def run_to_end(engine: Engine) -> dict[str, Finished]:
+    """Step until nothing is unfinished; the only sample of each request."""
+    outputs = run_samples(engine)
+    assert all(len(samples) == 1 for samples in outputs.values())
+    return {request_id: samples[0] for request_id, samples in outputs.items()}
+
+
+def add_requests(engine: Engine, requests: Mapping[str, tuple[list[int], SamplingParams]]) -> None:
+    """Add all `requests`: prompt and params by id."""
+    for request_id, (prompt, params) in requests.items():
+        engine.add_request(request_id, prompt, params)
 
 
 def run_requests(
     engine: Engine, requests: Mapping[str, tuple[list[int], SamplingParams]]
 ) -> dict[str, Finished]:
     """Add all `requests` (prompt and params by id), then run to the end."""
-    for request_id, (prompt, params) in requests.items():
-        engine.add_request(request_id, prompt, params)
+    add_requests(engine, requests)
     return run_to_end(engine)
 
 

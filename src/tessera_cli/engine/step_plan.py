@@ -97,7 +97,7 @@ class StepPlanner:
         if sequence in self._step.preempted:
             return False
         found: list[PublishedBlock] = []
-        if self._config.enable_prefix_caching and sequence.params.prompt_logprobs is None:
+        if self._reads_cache(sequence):
             found = self._prefix_cache.find(sequence)
         # All blocks of the present tokens are reserved before the first chunk runs: a prefill in progress
         # never asks for more.
@@ -132,9 +132,13 @@ class StepPlanner:
         self._start(sequence, found)
         return True
 
+    def _reads_cache(self, sequence: Sequence) -> bool:
+        """Who wants the prompt's log-probabilities needs every position computed."""
+        return self._config.enable_prefix_caching and sequence.params.prompt_logprobs is None
+
     def _start(self, sequence: Sequence, found: list[PublishedBlock]) -> None:
         """Run the head of the waiting from behind the blocks that the prefix cache has found."""
-        if self._config.enable_prefix_caching and sequence.status is SequenceStatus.WAITING:
+        if self._reads_cache(sequence) and sequence.status is SequenceStatus.WAITING:
             self._prefix_cache.num_queries += sequence.num_tokens
             self._prefix_cache.num_hits += len(found) * self._block_size
         self._step.admitted.append(sequence)

@@ -1,15 +1,31 @@
-"""Every block is null, free or referenced, and the pool fails hard when someone miscounts."""
-
-from collections import deque
+"""Every block is null, free, cached or referenced, and the pool fails hard when someone miscounts."""
 
 import pytest
 
 from tessera_cli.engine.block_pool import BlockPool, DoubleFree
+from tessera_cli.engine.prefix_cache import PrefixCache
+from tessera_cli.engine.sampling_params import SamplingParams
+from tessera_cli.engine.sequence import Sequence
 from tessera_cli.errors import CapacityError
+
+BLOCK_SIZE = 2
+
+
+def make_pool(num_blocks: int) -> BlockPool:
+    return BlockPool(num_blocks, PrefixCache(BLOCK_SIZE))
+
+
+def publish(pool: BlockPool, blocks: list[int], *, first_token: int = 1) -> Sequence:
+    """A sequence that has computed and published all of `blocks`."""
+    sequence = Sequence("a", range(first_token, first_token + BLOCK_SIZE * len(blocks)), SamplingParams())
+    sequence.block_table = blocks
+    sequence.num_computed_tokens = sequence.num_tokens
+    pool._prefix_cache.publish(sequence)
+    return sequence
 
 
 def test_all_blocks_but_the_null_block_are_handed_out_once() -> None:
-    pool = BlockPool(6)
+    pool = make_pool(6)
     blocks = pool.allocate(5)
     assert sorted(blocks) == [1, 2, 3, 4, 5]
     assert pool.num_free_blocks == 0
@@ -17,7 +33,7 @@ def test_all_blocks_but_the_null_block_are_handed_out_once() -> None:
 
 
 def test_a_shortage_takes_nothing() -> None:
-    pool = BlockPool(6)
+    pool = make_pool(6)
     held = pool.allocate(2)
     with pytest.raises(CapacityError, match="4 KV blocks are needed and 3 are free"):
         pool.allocate(4)
@@ -27,14 +43,16 @@ def test_a_shortage_takes_nothing() -> None:
 
 def test_a_pool_without_usable_blocks_is_refused() -> None:
     with pytest.raises(CapacityError):
-        BlockPool(1)
+        make_pool(1)
 
 
 def test_a_shared_block_is_free_after_its_last_holder() -> None:
-    pool = BlockPool(4)
+    pool = make_pool(4)
     blocks = pool.allocate(2)
     pool.share(blocks)
     pool.check_invariants([blocks, blocks])
+    assert pool.freed_by([blocks]) == set()
+    assert pool.freed_by([blocks, blocks]) == set(blocks)
     pool.free(blocks)
     assert pool.num_free_blocks == 1
     pool.check_invariants([blocks])
@@ -43,9 +61,60 @@ def test_a_shared_block_is_free_after_its_last_holder() -> None:
     pool.check_invariants([])
 
 
+def test_published_blocks_are_cached_when_nobody_holds_them_and_can_be_taken_up_again() -> None:
+    pool = make_pool(4)
+    blocks = pool.allocate(2)
+    sequence = publish(pool, blocks)
+    assert pool.num_cached_blocks == 0
+    pool.free(reversed(blocks))
+    assert (pool.num_cached_blocks, pool.num_free_blocks) == (2, 3)
+    pool.check_invariants([])
+    sequence.token_ids.append(99)
+    found = [entry.block for entry in pool._prefix_cache.find(sequence)]
+    pool.share(found)
+    assert (found, pool.num_cached_blocks, pool.num_free_blocks) == (blocks, 0, 1)
+    pool.check_invariants([found])
+
+
+def test_unpublished_blocks_are_handed_out_first_and_then_the_cached_ones_that_were_freed_first() -> None:
+    pool = make_pool(6)
+    old, new, private = pool.allocate(2), pool.allocate(2), pool.allocate(1)
+    publish(pool, old, first_token=1)
+    publish(pool, new, first_token=51)
+    for table in (old, new, private):
+        pool.free(reversed(table))
+    # Of a prefix its end goes before what leads to it.
+    assert [pool.allocate(1) for _ in range(5)] == [private, [old[1]], [old[0]], [new[1]], [new[0]]]
+
+
+def test_what_is_evicted_is_forgotten() -> None:
+    pool = make_pool(4)
+    blocks = pool.allocate(3)
+    sequence = publish(pool, blocks)
+    pool.free(reversed(blocks))
+    taken = pool.allocate(2)
+    sequence.token_ids.append(99)
+    assert [entry.block for entry in pool._prefix_cache.find(sequence)] == blocks[:1]
+    pool.check_invariants([taken])
+
+
+def test_a_reset_leaves_plain_free_blocks() -> None:
+    pool = make_pool(6)
+    cached, held = pool.allocate(2), pool.allocate(2)
+    publish(pool, cached)
+    publish(pool, held, first_token=51)
+    pool.free(reversed(cached))
+    pool.reset_prefix_cache()
+    assert (pool.num_cached_blocks, pool.num_free_blocks, len(pool._prefix_cache)) == (0, 3, 0)
+    pool.check_invariants([held])
+    pool.free(reversed(held))
+    assert pool.num_cached_blocks == 0
+    pool.check_invariants([])
+
+
 @pytest.mark.parametrize("tail", [[0], [3], [1, 1]], ids=["null", "free", "twice in one call"])
 def test_freeing_what_nobody_holds_fails_hard(tail: list[int]) -> None:
-    pool = BlockPool(4)
+    pool = make_pool(4)
     assert pool.allocate(1) == [1]
     with pytest.raises(DoubleFree):
         pool.free(tail)
@@ -53,7 +122,7 @@ def test_freeing_what_nobody_holds_fails_hard(tail: list[int]) -> None:
 
 @pytest.mark.parametrize("block", [0, 3])
 def test_sharing_what_nobody_holds_fails_hard(block: int) -> None:
-    pool = BlockPool(4)
+    pool = make_pool(4)
     pool.allocate(1)
     with pytest.raises(RuntimeError, match=f"block {block} is shared"):
         pool.share([block])
@@ -63,7 +132,7 @@ def test_sharing_what_nobody_holds_fails_hard(block: int) -> None:
     "tables", [[], [[1]], [[1, 2], [1]], [[1, 2, 3]], [[0, 1, 2]]], ids=["all", "one", "more", "free", "null"]
 )
 def test_the_check_notices_tables_that_do_not_match(tables: list[list[int]]) -> None:
-    pool = BlockPool(5)
+    pool = make_pool(5)
     pool.check_invariants([pool.allocate(2)])
     with pytest.raises(AssertionError):
         pool.check_invariants(tables)
@@ -71,9 +140,23 @@ def test_the_check_notices_tables_that_do_not_match(tables: list[list[int]]) -> 
 
 @pytest.mark.parametrize("free", [[3], [3, 4, 4], [3, 4, 1]], ids=["lost", "twice", "held"])
 def test_the_check_notices_a_wrong_free_queue(free: list[int]) -> None:
-    pool = BlockPool(5)
+    pool = make_pool(5)
     held = pool.allocate(2)
     pool.check_invariants([held])
-    pool._free_blocks = deque(free)
+    pool._free_blocks = free
     with pytest.raises(AssertionError, match="in the free queue"):
         pool.check_invariants([held])
+
+
+def test_the_check_notices_a_block_in_two_states() -> None:
+    pool = make_pool(5)
+    blocks = pool.allocate(2)
+    publish(pool, blocks)
+    pool.free(reversed(blocks))
+    pool._prefix_cache.forget(blocks[0])
+    with pytest.raises(AssertionError, match="does not know it"):
+        pool.check_invariants([])
+    pool.reset_prefix_cache()
+    publish(pool, [3])
+    with pytest.raises(AssertionError, match="holds nothing"):
+        pool.check_invariants([])
