@@ -1,0 +1,110 @@
+"""Finds and loads the compiled CPU library, the best build of it that this machine can run."""
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from tessera_cli import kernels
+
+# The same numbers are in vectors.hpp.
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
+
+_POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+_SIGNATURES = {
+    "tessera_cpu_level": (),
+    "tessera_attend": (_POINTER, _POINTER, *(_POINTER, _LONG) * 3, _POINTER, _INT, _INT),
+    "tessera_copy_blocks": (_POINTER, _INT, _POINTER, _POINTER, _LONG, _INT),
+    "tessera_advise_huge_pages": (_POINTER, _LONG),
+    "tessera_add_rms_norm": (*(_POINTER,) * 4, _LONG, _INT, ctypes.c_float, _INT, _INT),
+    "tessera_rotate": (*(_POINTER,) * 3, *(_LONG,) * 2, *(_INT,) * 4),
+    "tessera_silu_and_mul": (*(_POINTER,) * 2, _LONG, _INT, _INT, _INT),
+    "tessera_int8_pack": (*(_POINTER,) * 2, _LONG, _LONG),
+    "tessera_int8_linear": (*(_POINTER,) * 4, *(_LONG,) * 3, _INT),
+}
+_BUILDS = {4: ("x86-64-v4", "x86-64-v3", "base"), 3: ("x86-64-v3", "base"), 0: ("base",)}
+
+
+class Layer(ctypes.Structure):
+    """`Layer` of kv_cache.hpp: one layer's cache and numbers."""
+
+    _fields_ = (
+        ("keys", _POINTER),
+        ("values", _POINTER),
+        ("key_scales", _POINTER),
+        ("value_scales", _POINTER),
+        ("kind", _INT),
+        ("num_heads", _INT),
+        ("num_kv_heads", _INT),
+        ("head_dim", _INT),
+        ("block_size", _INT),
+        ("window", _INT),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+    )
+
+
+class Step(ctypes.Structure):
+    """`Step` of kv_cache.hpp: where the tables of one step are."""
+
+    _fields_ = (
+        ("query_start_loc", _POINTER),
+        ("seq_lens", _POINTER),
+        ("block_tables", _POINTER),
+        ("slot_mapping", _POINTER),
+        ("num_seqs", _INT),
+        ("table_width", _INT),
+        ("num_tokens", _LONG),
+    )
+
+
+@dataclass(frozen=True)
+class CpuLibrary:
+    """The loaded library.
+
+    Attributes:
+        build: its instruction level: base, x86-64-v3 or x86-64-v4.
+        path: its file.
+        functions: the C functions, with their argument types set. A call lets go of the interpreter lock.
+    """
+
+    build: str
+    path: Path
+    functions: ctypes.CDLL
+
+
+@cache
+def load_library() -> CpuLibrary | str:
+    """The library, or the reason why there is none, in a few words. Asked for once in a process.
+
+    The library uses the OpenMP run time that torch has loaded: one pool of threads for both.
+    """
+    base = _find("base", kernels.__path__)
+    if base is None:
+        return "this installation was built without a C++ compiler; with g++ installed, install Tessera again"
+    try:
+        library = _load("base", base)
+        for build in _BUILDS[library.functions.tessera_cpu_level()]:
+            path = _find(build, kernels.__path__)
+            if path is not None and build != "base":
+                return _load(build, path)
+        return library
+    except (OSError, AttributeError) as error:
+        return f"the compiled library does not load: {error}"
+
+
+def _find(build: str, folders: Iterable[str]) -> Path | None:
+    paths = (Path(folder) / f"libtessera_cpu_{build}.so" for folder in folders)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _load(build: str, path: Path) -> CpuLibrary:
+    functions = ctypes.CDLL(str(path))
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(functions, name)
+        function.argtypes = arguments
+        function.restype = _INT if name == "tessera_cpu_level" else None
+    return CpuLibrary(build, path, functions)

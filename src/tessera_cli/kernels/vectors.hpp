@@ -1,0 +1,164 @@
+// Vectors of eight floats, and the storage types that are read into them and written from them.
+//
+// GCC's vector types rather than intrinsics: one source becomes SSE2, AVX2, AVX-512 or NEON, as -march says.
+// What has no vector form in the language (half precision, 16-bit pair products) is in one place each.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__F16C__) || defined(__AVX2__) || defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#define TESSERA_INLINE inline __attribute__((always_inline))
+
+namespace tessera {
+
+constexpr int LANES = 8;
+
+typedef float Floats __attribute__((vector_size(32)));
+typedef int32_t Ints __attribute__((vector_size(32)));
+typedef uint32_t Words __attribute__((vector_size(32)));
+typedef uint16_t Halves __attribute__((vector_size(16)));
+typedef int8_t Bytes __attribute__((vector_size(8)));
+
+struct Half { uint16_t bits; };
+struct BFloat16 { uint16_t bits; };
+
+// The same numbers are in cpu_library.py.
+enum Kind : int32_t { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, INT8 = 3 };
+
+template <class To, class From> TESSERA_INLINE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+TESSERA_INLINE Floats load(const float* from) {
+  Floats x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+
+TESSERA_INLINE Words load_words(const void* from) {
+  Halves bits;
+  std::memcpy(&bits, from, sizeof bits);
+  return __builtin_convertvector(bits, Words);
+}
+
+TESSERA_INLINE Floats load(const BFloat16* from) { return bit_cast<Floats>(load_words(from) << 16); }
+
+TESSERA_INLINE Floats load(const Half* from) {
+#ifdef __F16C__
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  const Words half = load_words(from);
+  // Exponent and fraction moved into place, then scaled by 2^112: right for subnormals too.
+  const Floats scaled = bit_cast<Floats>((half & 0x7fffu) << 13) * 0x1p112f;
+  const Words special = (Words)((half & 0x7c00u) == 0x7c00u) & 0x7f800000u;  // infinities and NaN
+  return bit_cast<Floats>(bit_cast<Words>(scaled) | special | ((half & 0x8000u) << 16));
+#endif
+}
+
+TESSERA_INLINE Floats load(const int8_t* from) {
+#ifdef __AVX2__
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  Bytes bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+#endif
+}
+
+TESSERA_INLINE void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+
+// Both round to nearest, ties to even; overflow becomes infinity and NaN stays NaN.
+TESSERA_INLINE Half to_half(float x) {
+  uint32_t bits = bit_cast<uint32_t>(x);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  bits &= 0x7fffffffu;
+  if (bits >= 0x47800000u) return {static_cast<uint16_t>(sign | (bits > 0x7f800000u ? 0x7e00u : 0x7c00u))};
+  if (bits < 0x38800000u) {  // subnormal: the addition of 0.5 leaves the rounded fraction in the low bits
+    const uint32_t shifted = bit_cast<uint32_t>(bit_cast<float>(bits) + 0.5f);
+    return {static_cast<uint16_t>(sign | (shifted - 0x3f000000u))};
+  }
+  bits += 0xc8000fffu + ((bits >> 13) & 1u);  // the exponent's new bias, and half a unit in the last place
+  return {static_cast<uint16_t>(sign | (bits >> 13))};
+}
+
+TESSERA_INLINE BFloat16 to_bfloat16(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  if (x != x) return {static_cast<uint16_t>((bits >> 16) | 0x40u)};
+  return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+TESSERA_INLINE void convert(float* to, float x) { *to = x; }
+TESSERA_INLINE void convert(Half* to, float x) { *to = to_half(x); }
+TESSERA_INLINE void convert(BFloat16* to, float x) { *to = to_bfloat16(x); }
+
+// `count` is a multiple of LANES.
+template <class T> TESSERA_INLINE void load_row(float* to, const T* from, int count) {
+  for (int i = 0; i < count; i += LANES) store(to + i, load(from + i));
+}
+
+inline void load_row(float* to, const void* from, int64_t offset, int count, Kind kind) {
+  if (kind == FLOAT32) return load_row(to, static_cast<const float*>(from) + offset, count);
+  if (kind == FLOAT16) return load_row(to, static_cast<const Half*>(from) + offset, count);
+  load_row(to, static_cast<const BFloat16*>(from) + offset, count);
+}
+
+template <class T> TESSERA_INLINE void store_row(T* to, const float* from, int count) {
+  for (int i = 0; i < count; ++i) convert(to + i, from[i]);
+}
+
+inline void store_row(void* to, int64_t offset, const float* from, int count, Kind kind) {
+  if (kind == FLOAT32) return store_row(static_cast<float*>(to) + offset, from, count);
+  if (kind == FLOAT16) return store_row(static_cast<Half*>(to) + offset, from, count);
+  store_row(static_cast<BFloat16*>(to) + offset, from, count);
+}
+
+TESSERA_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+TESSERA_INLINE float sum_lanes(Floats x) {
+  float total = 0;
+  for (int i = 0; i < LANES; ++i) total += x[i];
+  return total;
+}
+
+TESSERA_INLINE float largest_lane(Floats x) {
+  float top = x[0];
+  for (int i = 1; i < LANES; ++i) top = x[i] > top ? x[i] : top;
+  return top;
+}
+
+// 2^x for x <= 127, to 2e-7 of the result; 0 below -126, NaN for NaN. Taylor's polynomial of degree 6 in
+// x ln 2, on [-1/2, 1/2] around the nearest whole number.
+TESSERA_INLINE Floats exp2(Floats x) {
+  const Floats lowest = Floats{} - 126.f;
+  const Floats bounded = x < lowest ? lowest : x;
+  const Floats whole = (bounded + 12582912.f) - 12582912.f;  // 1.5 * 2^23: rounds to the nearest
+  const Floats f = bounded - whole;
+  const Floats power =
+      1.f + f * (0.693147181f + f * (0.240226507f + f * (0.0555041087f + f * (0.00961812911f +
+      f * (0.00133335581f + f * 0.000154035304f)))));
+  const Ints exponent = (__builtin_convertvector(whole, Ints) + 127) << 23;
+  const Floats result = power * bit_cast<Floats>(exponent);
+  return x < lowest ? Floats{} : result;
+}
+
+// tanh(x) to 4e-7 of the result: a series near 0, where the quotient would cancel.
+TESSERA_INLINE Floats tanh(Floats x) {
+  const Floats size = x < 0.f ? -x : x;
+  const Floats e = exp2(size * -2.88539008f);  // exp(-2 |x|)
+  const Floats quotient = (1.f - e) / (1.f + e);
+  const Floats square = x * x;
+  const Floats series =
+      x * (1.f + square * (-0.333333333f + square * (0.133333333f + square * (-0.0539682540f +
+      square * 0.0218694885f))));
+  return size < 0.25f ? series : (x < 0.f ? -quotient : quotient);
+}
+
+}  // namespace tessera
