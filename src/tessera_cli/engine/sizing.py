@@ -133,7 +133,8 @@ class PoolSizing:
             raise CapacityError(
                 f"a KV cache of {num_blocks} blocks, {_size(num_blocks * block_bytes)}, does not fit into the"
                 f" memory of {device}, {_size(memory.total)}",
-                hint=f"lower kv_cache_memory or num_blocks; {memory.total // block_bytes} blocks are the most",
+                hint="lower kv_cache_memory or num_blocks;"
+                f" {memory.total // block_bytes} blocks are the most",
             )
         return num_blocks
 

@@ -1,5 +1,7 @@
 """Paged attention in plain torch against the definition of attention."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -54,6 +56,17 @@ def test_blocks_before_the_window_are_not_read(window: int) -> None:
             table[block] = 0
     assert scene.tables[0][0] == 0
     assert torch.equal(scene.attend(attention), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float16, 4e-4), (torch.bfloat16, 3e-3), (torch.int8, 1e-2)]
+)
+def test_a_smaller_cache_costs_no_more_than_is_documented(dtype: torch.dtype, bound: float) -> None:
+    exact = Case("errors", (200, 90), (40, 1), heads=9, kv_heads=3, head_dim=64)
+    expected = Scene.of(exact).run(ReferenceAttention)
+    out = Scene.of(replace(exact, kv_cache_dtype=dtype)).run(ReferenceAttention)
+    error = float((out - expected).norm() / expected.norm())
+    assert bound / 10 < error < bound
 
 
 def test_the_null_block_is_never_a_copy() -> None:
