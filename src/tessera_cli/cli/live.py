@@ -212,8 +212,8 @@ class EngineView:
             "KV cache": [
                 f"{bar(usage, BAR_WIDTH, glyphs)}  {peak}{usage:.1%}",
                 f"{used:,}/{stats.num_blocks:,} blocks",
-                f"cached {stats.num_cached_blocks:,}",
-                f"prefix hit {'-' if hit_rate is None else f'{hit_rate:.1%}'}",
+                f"cached {stats.num_cached_blocks:,}"
+                f"  prefix hit {'-' if hit_rate is None else f'{hit_rate:.1%}'}",
             ],
             "tokens/s": [
                 f"prompt {_rate(prompt_rate)}",

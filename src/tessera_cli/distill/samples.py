@@ -79,6 +79,7 @@ def compare(
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         outputs = _generate(engine, prompts[:num_samples], params)
         answers.append([tokenizer.decode(token_ids).strip() for token_ids in outputs])
+        engine.reset_prefix_cache()  # or the prompts of the first pass would cost nothing now
         forced = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         start = time.perf_counter()
         outputs = _generate(engine, prompts[:NUM_SPEED_PROMPTS], forced)
