@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: help setup demo test lint format bench docs clean
+.PHONY: help setup demo test lint format bench bench-engine gpu-check shim-sanitizers docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -14,6 +14,9 @@ help:
 	@echo "lint    style, types, layers and generated pages, as CI checks them"
 	@echo "format  let ruff rewrite the style"
 	@echo "bench   the newest student at 1, 8 and 64 requests at a time"
+	@echo "bench-engine     where the time of a step goes, and what the scheduler itself costs"
+	@echo "gpu-check        the CUDA kernels on this machine's device: parity, sanitizers, speed"
+	@echo "shim-sanitizers  the CUDA kernels' source on the CPU: races, overflows, planted faults; minutes"
 	@echo "docs    write the generated reference pages anew"
 	@echo "clean   remove caches and builds; runs and $(VENV) stay"
 
@@ -48,8 +51,18 @@ format: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+gpu-check: setup
+	$(BIN)/python benchmarks/gpu_check.py
+
+shim-sanitizers: setup
+	$(BIN)/pytest -q tests/unit/kernels/test_cuda_shim.py
+
 bench: setup
 	$(BIN)/tessera bench --concurrency 1,8,64
+
+bench-engine: setup
+	$(BIN)/python benchmarks/engine_scheduler.py
+	$(BIN)/python benchmarks/engine_step.py
 
 docs: setup
 	$(BIN)/python docs/generate.py

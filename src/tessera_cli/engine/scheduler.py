@@ -152,16 +152,16 @@ class Scheduler:
             ValueError: `tokens` are not those that the step samples; the step stays outstanding.
         """
         step = self._outstanding(output)
-        _check_tokens(output, tokens)
-        for item in output.scheduled:
-            sequence = item.sequence
-            sequence.num_computed_tokens = item.start + item.num_scheduled_tokens
+        for item, sampled in zip(output.scheduled, _match(output, tokens), strict=True):
+            sequence, num_scheduled_tokens, start, num_samples = item
+            sequence.num_computed_tokens = start + num_scheduled_tokens
             if sequence.aborted:
                 continue
-            if item.num_samples == 0:
-                self._publish(sequence)
-            else:
-                self._take_tokens(step, item, tokens[sequence.key])
+            self._publish(sequence, sampled)
+            if num_samples == 1:
+                self._append(step, sequence, sampled[0])
+            elif num_samples:
+                self._fork(step, item, sampled)
         self.num_block_copies += len(output.block_copies)
         self.num_forks += len(step.children)
         step.is_decided = True
@@ -209,35 +209,33 @@ class Scheduler:
         """
         check_books(self.config, self.queues, self.block_pool)
 
-    def _take_tokens(
-        self, step: Step, item: ScheduledSequence, tokens: SequenceOf[int | SampleError]
-    ) -> None:
-        """Publish what is computed, fork where several tokens are sampled, append one to each sequence."""
+    def _fork(self, step: Step, item: ScheduledSequence, sampled: SequenceOf[int | SampleError]) -> None:
+        """Make the children of a sequence, in its blocks, and give each sequence its token."""
         sequence = item.sequence
-        sequences = [sequence]
-        if not any(isinstance(token, SampleError) for token in tokens):
-            self._publish(sequence)
-        if item.num_samples > 1:
-            children = [sequence.fork(index) for index in range(1, item.num_samples)]
-            step.children += children
-            for child in children:
-                self.block_pool.share(child.block_table)
-            self.queues.add_children(sequence, children)
-            sequence.num_pending_forks = 0
-            sequences += children
-        for one, token in zip(sequences, tokens, strict=True):
-            if isinstance(token, SampleError):
-                one.error = token.message
-                step.ended.append((one, FinishReason.ERROR))
-                continue
-            one.token_ids.append(token)
-            reason = one.reason_to_finish(self._eos_token_ids, self.config.max_model_len)
-            if reason is not None:
-                step.ended.append((one, reason))
+        children = [sequence.fork(index) for index in range(1, item.num_samples)]
+        step.children += children
+        for child in children:
+            self.block_pool.share(child.block_table)
+        self.queues.add_children(sequence, children)
+        sequence.num_pending_forks = 0
+        for one, token in zip((sequence, *children), sampled, strict=True):
+            self._append(step, one, token)
 
-    def _publish(self, sequence: Sequence) -> None:
+    def _append(self, step: Step, sequence: Sequence, token: int | SampleError) -> None:
+        if isinstance(token, SampleError):
+            sequence.error = token.message
+            step.ended.append((sequence, FinishReason.ERROR))
+            return
+        sequence.token_ids.append(token)
+        reason = sequence.reason_to_finish(self._eos_token_ids, self.config.max_model_len)
+        if reason is not None:
+            step.ended.append((sequence, reason))
+
+    def _publish(self, sequence: Sequence, sampled: SequenceOf[int | SampleError]) -> None:
+        """Let others find what `sequence` has computed, unless what it `sampled` casts doubt on it."""
         num_full = sequence.num_computed_tokens // self.config.block_size
-        if num_full > sequence.num_published_blocks and sequence.may_publish:
+        is_due = num_full > sequence.num_published_blocks and sequence.may_publish
+        if is_due and not any(isinstance(token, SampleError) for token in sampled):
             self.prefix_cache.publish(sequence)
 
     def _undo(self, step: Step) -> None:
@@ -275,18 +273,18 @@ class Scheduler:
         return self._step
 
 
-def _check_tokens(
+def _match(
     output: SchedulerOutput, tokens: Mapping[SequenceKey, SequenceOf[int | SampleError]]
-) -> None:
-    num_sampling = 0
-    for item in output.scheduled:
-        if item.num_samples:
-            num_sampling += 1
-            if len(tokens.get(item.sequence.key, ())) != item.num_samples:
-                break
-    else:
-        if num_sampling == len(tokens):
-            return
+) -> list[SequenceOf[int | SampleError]]:
+    """The tokens of each scheduled sequence, none for those that sample none.
+
+    Raises:
+        ValueError: they are not those that the step samples.
+    """
+    sampled = [tokens.get(item.sequence.key, ()) for item in output.scheduled]
+    counts = [item.num_samples for item in output.scheduled]
+    if [len(some) for some in sampled] == counts and len(tokens) == len(counts) - counts.count(0):
+        return sampled
     expected = {item.sequence.key: item.num_samples for item in output.scheduled if item.num_samples}
-    found = {key: len(sampled) for key, sampled in tokens.items()}
+    found = {key: len(some) for key, some in tokens.items()}
     raise ValueError(f"the step samples {expected} tokens, and there came {found}")

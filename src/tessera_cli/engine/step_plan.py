@@ -87,10 +87,14 @@ class StepPlanner:
 
     def _continue(self, sequence: Sequence) -> None:
         """Let a running sequence go on; if it is itself the worst and blocks are short, it is preempted."""
-        while self._num_needed_blocks(sequence) > self._pool.num_free_blocks:
+        while True:
+            num_missing, shares = self._needed_blocks(sequence)
+            count = num_missing + shares
+            if count == 0 or count <= self._pool.num_free_blocks:
+                self._take(sequence, num_missing, shares)
+                return
             if self._preempt_worst() is sequence:
                 return
-        self._take(sequence)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Let the head of the waiting run, if it can; False keeps everyone behind it waiting."""
@@ -151,41 +155,36 @@ class StepPlanner:
         sequence.may_publish = self._config.enable_prefix_caching
         self._queues.admit_head(self._index)
         self._num_free_slots -= _num_slots(sequence)
-        self._take(sequence)
+        self._take(sequence, *self._needed_blocks(sequence))
 
-    def _take(self, sequence: Sequence) -> None:
+    def _take(self, sequence: Sequence, num_missing: int, shares: bool) -> None:
         """Enter `sequence` into the step with its blocks and as many tokens as the budget allows."""
-        num_tokens = len(sequence.token_ids)
-        start = sequence.num_computed_tokens
-        table = sequence.block_table
-        if self._writes_shared_block(sequence):
+        start, num_tokens = sequence.num_computed_tokens, len(sequence.token_ids)
+        if shares:
             self._copy_block(sequence, start // self._block_size)
-        num_missing = -(-num_tokens // self._block_size) - len(table)
         if num_missing:
-            table += self._pool.allocate(num_missing)
+            sequence.block_table += self._pool.allocate(num_missing)
         self._index += 1
-        count = min(num_tokens - start, self._step.budget - len(self._queues.running) + self._index)
+        step = self._step
+        count = min(num_tokens - start, step.budget - len(self._queues.running) + self._index)
         num_samples = 1 + sequence.num_pending_forks if start + count == num_tokens else 0
-        self._step.scheduled.append(ScheduledSequence(sequence, count, start, num_samples))
-        self._step.budget -= count
+        step.scheduled.append(ScheduledSequence(sequence, count, start, num_samples))
+        step.budget -= count
 
     def _allowance(self) -> int:
         """Tokens left if each of the running that are not in the step yet gets one."""
         return self._step.budget - (len(self._queues.running) - self._index)
 
-    def _num_needed_blocks(self, sequence: Sequence) -> int:
-        num_missing = -(-len(sequence.token_ids) // self._block_size) - len(sequence.block_table)
-        return num_missing + self._writes_shared_block(sequence)
+    def _needed_blocks(self, sequence: Sequence) -> tuple[int, bool]:
+        """Blocks that its table lacks, and whether it would write into a block that others hold too.
 
-    def _writes_shared_block(self, sequence: Sequence) -> bool:
-        """Whether the block of the first token to compute is also in other tables.
-
-        No later one can be: only full and computed blocks are found in the cache, and a fork shares no more
-        than is computed.
+        That can only be the block of the first token to compute: what is found in the cache is full and
+        computed, and a fork shares no more than is computed.
         """
-        index = sequence.num_computed_tokens // self._block_size
         table = sequence.block_table
-        return index < len(table) and self._pool.ref_count(table[index]) > 1
+        first = sequence.num_computed_tokens // self._block_size
+        shares = first < len(table) and self._pool.ref_count(table[first]) > 1
+        return -(-len(sequence.token_ids) // self._block_size) - len(table), shares
 
     def _copy_block(self, sequence: Sequence, index: int) -> None:
         """Give `sequence` a block of its own in place of a shared one; the runner fills it."""
