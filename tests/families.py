@@ -40,13 +40,13 @@ _SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": None,
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
 }
 _MIXED = ["full_attention", "sliding_attention", "full_attention"]
 
 # What the native decoder computes: a name, transformers' config class, what differs from `_SMALL`.
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
+    "llama": ("LlamaConfig", {}),
     "llama-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
     "llama-llama3": ("LlamaConfig", {"rope_parameters": _LLAMA3}),
     "llama-linear": (
@@ -58,7 +58,7 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}},
     ),
     "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
-    "mistral-full": ("MistralConfig", {"sliding_window": None}),
+    "mistral-full": ("MistralConfig", {"sliding_window": None, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2Config", {"rope_parameters": _YARN}),
     "qwen2-windows": (
         "Qwen2Config",
@@ -75,7 +75,7 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": _MIXED,
         },
     ),
-    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
     "smollm3-windows": (
         "SmolLM3Config",
         {"no_rope_layers": [0, 1, 1], "use_sliding_window": True, "sliding_window": WINDOW},
@@ -89,14 +89,14 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 5.0,
         },
     ),
-    "olmo2": ("Olmo2Config", {"tie_word_embeddings": False}),
+    "olmo2": ("Olmo2Config", {}),
 }
 
 # What transformers computes, around our attention.
 GENERIC: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {"num_key_value_heads": 4}),
-    "gpt_neox": ("GPTNeoXConfig", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
-    "phi3": ("Phi3Config", {"sliding_window": WINDOW, "tie_word_embeddings": False}),
+    "gpt_neox": ("GPTNeoXConfig", {"num_key_value_heads": 4}),
+    "phi3": ("Phi3Config", {"sliding_window": WINDOW, "tie_word_embeddings": True}),
     "gemma2": (
         "Gemma2Config",
         {

@@ -11,7 +11,7 @@ from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.models.tokenizer import Tokenizer
 from tessera_cli.serving.llm import LLM
 
-NUM_PROMPTS = 24
+NUM_PROMPTS = 50
 NUM_TOKENS = 24
 PROMPTS = Path(__file__).parents[2] / "recipes" / "data" / "prompts.jsonl"
 
@@ -30,7 +30,7 @@ def test_all_at_once_in_a_pool_that_preempts(teacher_dir: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     # Room for about half of the sequences, so that continuous batching, chunks and preemption all take part.
-    llm = LLM(teacher_dir, num_blocks=50, max_model_len=160, max_num_batched_tokens=200)
+    llm = LLM(teacher_dir, num_blocks=100, max_model_len=160, max_num_batched_tokens=200)
     outputs = llm.chat(conversations(), SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS))
     assert llm.engine.stats().num_preemptions > 0
 

@@ -59,5 +59,5 @@ class CausalLM(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits `[n, vocab]` of final hidden states `[n, hidden]`, as the model scales and caps them."""
+        """Float32 logits `[n, vocab]` of `[n, hidden]` hidden states, as the model scales and caps them."""
         ...

@@ -103,7 +103,6 @@ def read_fields(raw: Fields, where: str) -> Fields:
     family = FAMILIES[raw["model_type"]]
     raw = {**family.defaults, **raw}
     heads = int(raw["num_attention_heads"])
-    eos = raw.get("eos_token_id")
     theta, scaling = read_rope(raw, default_theta=raw.get("default_theta", 10_000.0), where=where)
     return {
         "vocab_size": int(raw["vocab_size"]),
@@ -119,12 +118,19 @@ def read_fields(raw: Fields, where: str) -> Fields:
         "max_position_embeddings": int(raw["max_position_embeddings"]),
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
         "bos_token_id": raw.get("bos_token_id"),
-        "eos_token_ids": () if eos is None else tuple(map(int, eos if isinstance(eos, list) else [eos])),
+        "eos_token_ids": eos_token_ids(raw.get("eos_token_id")),
         "pad_token_id": raw.get("pad_token_id"),
         "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
         "model_type": raw["model_type"],
         **family.read(raw),
     }
+
+
+def eos_token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """One, several or no end-of-sequence ids, as config.json may spell them."""
+    if value is None:
+        return ()
+    return tuple(map(int, value if isinstance(value, list) else [value]))
 
 
 def write_keys(config: "ModelConfig") -> Fields:

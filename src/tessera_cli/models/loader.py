@@ -10,8 +10,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tessera_cli.errors import ModelError, UsageError
-from tessera_cli.models.config import ModelConfig
+from tessera_cli.models.causal_lm import CausalLM, CausalLMConfig
+from tessera_cli.models.config import ModelConfig, read_hf_config
 from tessera_cli.models.decoder import Decoder
+from tessera_cli.models.hf_config import FAMILIES
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Our module in a layer <- the checkpoint's modules, stacked in this order; not every family has all.
@@ -43,8 +45,35 @@ def select_dtype(name: str, stored: str, device: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+def load_config(path: Path) -> CausalLMConfig:
+    """What is known of the model directory `path` without its weights, native or not.
+
+    Raises:
+        ModelError: no readable config, or nothing here computes such a model.
+    """
+    raw = read_hf_config(path)
+    if raw.get("model_type") in FAMILIES:
+        return ModelConfig.from_hf(raw, where=str(path))
+    from tessera_cli.models.transformers_model import read_transformers_config
+
+    return read_transformers_config(path)
+
+
+def load_model(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> CausalLM:
+    """Load the model directory `path` to serve it: natively, or else through transformers.
+
+    Raises:
+        ModelError: nothing here computes such a model, or its weights are not whole.
+    """
+    if read_hf_config(path).get("model_type") in FAMILIES:
+        return load_decoder(path, dtype=dtype, device=device)
+    from tessera_cli.models.transformers_model import load_transformers_model
+
+    return load_transformers_model(path, dtype=dtype, device=device)
+
+
 def load_decoder(path: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
-    """Load the model directory `path` (config.json and one or more safetensors files).
+    """Load the native decoder of the model directory `path` (config.json, one or more safetensors files).
 
     Each tensor is read from the mapped file straight into the decoder's own, so that no second copy of the
     weights is ever in memory.
