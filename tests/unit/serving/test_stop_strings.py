@@ -88,3 +88,10 @@ def test_a_stop_string_counts_only_if_it_ends_where_it_may(
 def test_only_a_proper_prefix_is_held_back(stops: list[str], pieces: list[str], shown: list[str]) -> None:
     watcher = StopStringWatcher(stops)
     assert [watcher.feed(piece) for piece in pieces] == shown
+
+
+def test_a_stop_string_that_may_not_count_is_shown_at_once() -> None:
+    watcher = StopStringWatcher(["ab"])
+    assert watcher.feed("xab", may_stop=False) == "xab"
+    assert watcher.feed("ab") == ""
+    assert watcher.matched == "ab"
