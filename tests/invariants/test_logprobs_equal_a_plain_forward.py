@@ -20,7 +20,7 @@ PARAMS = SamplingParams(
     repetition_penalty=1.2,
     logit_bias={9: 3.0},
     seed=4,
-    max_tokens=16,
+    max_tokens=24,
     ignore_eos=True,
     logprobs=3,
     prompt_logprobs=2,
@@ -71,7 +71,7 @@ def check_all(decoder: Decoder, prompt: list[int], finished: Finished) -> None:
 
 @pytest.mark.parametrize(
     "sizes",
-    [{}, {"max_num_batched_tokens": 5}, {"num_blocks": 33}, {"num_blocks": 33, "max_num_batched_tokens": 6}],
+    [{}, {"max_num_batched_tokens": 5}, {"num_blocks": 33}, {"num_blocks": 33, "max_num_batched_tokens": 9}],
     ids=["roomy", "chunks", "preempted", "chunks and preempted"],
 )
 def test_output_and_prompt(tiny_model_dir: Path, sizes: dict[str, Any]) -> None:

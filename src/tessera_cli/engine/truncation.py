@@ -23,23 +23,21 @@ def truncate(weights: Tensor, params: Sequence[SamplingParams]) -> None:
             result that means nothing.
         params: of each row.
     """
+    if any(p.min_p > 0.0 for p in params):
+        weights.masked_fill_(weights < _column([p.min_p for p in params], weights), 0.0)
     vocab_size = weights.shape[-1]
-    rows = [row for row, p in enumerate(params) if p.min_p > 0.0 or 0 < p.top_k < vocab_size or p.top_p < 1.0]
+    rows = [row for row, p in enumerate(params) if 0 < p.top_k < vocab_size or p.top_p < 1.0]
     if not rows:
         return
-    kept = weights[rows]
-    min_p = _column([params[row].min_p for row in rows], weights)
-    kept.masked_fill_(kept < min_p, 0.0)
+    # Copies of a vocabulary's width cost more than the arithmetic: none where every row is cut.
+    kept = weights if len(rows) == len(params) else weights[rows]
     top_k = torch.tensor(
         [min(params[row].top_k or vocab_size, vocab_size) for row in rows], device=weights.device
     )
     top_p = _column([params[row].top_p for row in rows], weights).squeeze(-1)
-    cut = ((top_k < vocab_size) | (top_p < 1.0)).nonzero().flatten()
-    if len(cut):
-        candidates = kept[cut]
-        thresholds = _thresholds(candidates, top_k[cut], top_p[cut])
-        kept[cut] = candidates.masked_fill_(candidates < thresholds[:, None], 0.0)
-    weights[rows] = kept
+    kept.masked_fill_(kept < _thresholds(kept, top_k, top_p)[:, None], 0.0)
+    if kept is not weights:
+        weights[rows] = kept
 
 
 def _thresholds(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -61,8 +59,7 @@ def _thresholds_among(
     rank = torch.arange(num_candidates, device=weights.device)
     largest = _largest(weights, num_candidates).masked_fill(rank >= top_k[:, None], 0.0)
     cumulative = largest.cumsum(dim=-1)
-    # The total by cumsum: a sum may be split among threads, and differently for one row and for many.
-    total = torch.where(top_k < vocab_size, cumulative[:, -1], weights.cumsum(dim=-1)[:, -1])
+    total = torch.where(top_k < vocab_size, cumulative[:, -1], _row_sums(weights))
     wanted = torch.where(top_p < 1.0, top_p * total, torch.inf)
     # A token stays if those before it have not yet the wanted mass, which may round to zero.
     stays = (rank < top_k[:, None]) & ((rank == 0) | (cumulative - largest < wanted[:, None]))
@@ -70,6 +67,13 @@ def _thresholds_among(
     # With top-k beyond the candidates even the total is unknown.
     found = torch.where(top_k < vocab_size, top_k <= num_candidates, cumulative[:, -1] >= wanted)
     return thresholds, found | (num_candidates == vocab_size)
+
+
+def _row_sums(weights: Tensor) -> Tensor:
+    """The sum of each row [n], the same bits for a row alone and among others."""
+    if weights.device.type == "cpu":
+        return torch.from_numpy(weights.numpy().sum(axis=-1))  # torch splits one long row among threads
+    return weights.cumsum(dim=-1)[:, -1]
 
 
 def _largest(weights: Tensor, count: int) -> Tensor:
