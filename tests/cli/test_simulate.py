@@ -76,6 +76,11 @@ def test_a_gpu_needs_no_more_of_a_model_than_its_config(tessera, config_json: st
     assert figures("--num-blocks", "200")["engine"]["num_blocks"] == 200
 
 
+def test_a_short_cache_lowers_the_length_and_says_so(tessera, config_json: str):
+    code, _, err = tessera(config_json, *GPU, "--num-blocks", "65", "--concurrency", "2")
+    assert (code, "lowered from 2048 to 1024" in err) == (ExitCode.SUCCESS, True)
+
+
 def test_replicas_are_counted_for_an_objective(tessera, config_json: str):
     options = ["--slo", "ttft:400", "--slo", "tpot:40", "--target-rate", "200", "--num-prompts", "400"]
     code, out, _ = tessera(config_json, *GPU, *options, "--json")
@@ -119,6 +124,7 @@ def test_a_measured_machine_brings_its_engine(tessera, tmp_path: Path):
         (["--calibration", "missing.json"], "cannot be read"),
         (["--step-ms", "0", *COSTS[2:]], "costs nothing"),
         ([*COSTS, "--kv-cache-memory", "1g"], "--num-blocks contradicts"),
+        ([*COSTS, "--dtype", "float16"], "--dtype means something without --num-blocks"),
         ([*COSTS, "--slo", "ttft:9"], "belong together"),
         ([*COSTS, "--slo", "ttft:9", "--target-rate", "0"], "request rate 0"),
         ([*COSTS, "--slo", "ttft:9", "--target-rate", "1", "--request-rate", "1"], "contradicts"),

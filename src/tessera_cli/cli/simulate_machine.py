@@ -19,14 +19,8 @@ if TYPE_CHECKING:
 
 _POLICIES = ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_caching")
 _LINEAR = ("token_us", "kv_token_ns")
-_OF_THE_BENCHMARK = (
-    "dtype",
-    "kv_cache_dtype",
-    "kv_cache_memory",
-    "model_argument",
-    "model_option",
-    "step_ms",
-)
+_OF_THE_MODEL = ("dtype", "kv_cache_dtype", "model_argument", "model_option")
+_OF_THE_BENCHMARK = (*_OF_THE_MODEL, "kv_cache_memory", "step_ms")
 _ROOFLINE = ("compute_efficiency", "memory_efficiency", "gpu_memory_utilization")
 
 
@@ -74,7 +68,9 @@ def choose_machine(context: typer.Context, settings: Settings, output: Output) -
     model = None
     if given["num_blocks"] is None or given["max_model_len"] is None:
         model = _read_model(context, settings, output)
-    config = _config(context, model, memory=given["kv_cache_memory"], dtype=_dtype(context, model))
+    else:
+        _refuse(context, _OF_THE_MODEL, "without --num-blocks and --max-model-len")
+    config = _config(context, model, output, memory=given["kv_cache_memory"], dtype=_dtype(context, model))
     return Machine("given costs", cost, config, {"cost": asdict(cost)})
 
 
@@ -123,7 +119,7 @@ def _on_gpu(context: typer.Context, gpu: Gpu, settings: Settings, output: Output
             f"a KV cache of {asked:,} bytes is more than the {beside:,} of {gpu.name} beside the weights",
             hint="lower --kv-cache-memory or --num-blocks, or raise --gpu-memory-utilization",
         )
-    config = _config(context, model, memory=given["kv_cache_memory"] or beside, dtype=dtype)
+    config = _config(context, model, output, memory=given["kv_cache_memory"] or beside, dtype=dtype)
     name = (
         f"{gpu.name} at {efficiency.compute:.0%} of its arithmetic and {efficiency.memory:.0%} of its"
         f" bandwidth, {overhead * 1e3:g} ms more a step;"
@@ -136,7 +132,7 @@ def _on_gpu(context: typer.Context, gpu: Gpu, settings: Settings, output: Output
 
 
 def _config(
-    context: typer.Context, model: "ModelConfig | None", *, memory: int | None, dtype: str
+    context: typer.Context, model: "ModelConfig | None", output: Output, *, memory: int | None, dtype: str
 ) -> EngineConfig:
     """The engine's sizes; blocks are counted, or follow from `memory` bytes."""
     from tessera_cli.serving.simulated_machine import KVCacheSize
@@ -153,7 +149,10 @@ def _config(
         kv_dtype = dtype if given["kv_cache_dtype"] == "auto" else given["kv_cache_dtype"]
         num_blocks = KVCacheSize.of(model, kv_dtype, block_size).num_blocks(memory)
     if max_model_len is None and model is not None:
-        max_model_len = min(model.max_position_embeddings, (num_blocks - 1) * block_size)
+        longest, held = model.max_position_embeddings, (num_blocks - 1) * block_size
+        max_model_len = min(longest, held)
+        if held < longest:
+            output.note(f"note: max_model_len lowered from {longest} to {held}, what the KV cache holds")
     policies = {name: given[name] for name in _POLICIES}
     if options.is_default(context, "max_num_seqs"):
         policies["max_num_seqs"] = max(policies["max_num_seqs"], given["concurrency"] or 1)

@@ -75,7 +75,7 @@ class TraceAccount:
         bins = Counter[int]()
         for num_tokens, num_steps in self.tokens_per_step.items():
             bins[max(0, math.ceil(math.log2(max(num_tokens, 1))))] += num_steps
-        return [((1 << power) // 2 + 1 if power else 0, 1 << power, bins[power]) for power in sorted(bins)]
+        return [((1 << power) // 2 + 1, 1 << power, bins[power]) for power in sorted(bins)]
 
 
 def name_of(key: Key) -> str:
