@@ -11,8 +11,9 @@ from tessera_cli.engine.structured_output import GrammarVocabulary
 from tessera_cli.errors import UsageError
 from tessera_cli.kernels.backend import select_backend
 from tessera_cli.kernels.kv_cache import select_kv_cache_dtype
+from tessera_cli.models.causal_lm import CausalLM
 from tessera_cli.models.config import ModelConfig
-from tessera_cli.models.loader import load_decoder, select_dtype
+from tessera_cli.models.loader import load_config, load_model, select_dtype
 
 
 class EngineOptions(TypedDict, total=False):
@@ -79,16 +80,22 @@ def load_engine(
     """
     if num_blocks is not None and kv_cache_memory is not None:
         raise UsageError("num_blocks and kv_cache_memory both size the KV cache", hint="give one of them")
-    model = ModelConfig.from_dir(path)
+    known = load_config(path)
     device = select_device(device)
-    torch_dtype = select_dtype(dtype, model.dtype, device)
-    pool = PoolSizing(
-        model.attention_layers,
-        select_kv_cache_dtype(kv_cache_dtype, torch_dtype),
-        block_size,
-        select_max_model_len(max_model_len, model),
-    )
     memory = device_memory(device)
+    torch_dtype = select_dtype(dtype, known.dtype, device)
+    stored_dtype = select_kv_cache_dtype(kv_cache_dtype, torch_dtype)
+    max_model_len = select_max_model_len(max_model_len, known)
+    select_backend(attention_backend, device, block_size=block_size)
+    # What can be refused is refused before the weights are read. How the layers of a model of transformers
+    # attend is known afterwards.
+    model: CausalLM | None = None
+    if isinstance(known, ModelConfig):
+        layers = known.attention_layers
+    else:
+        model = load_model(path, torch_dtype, device)
+        layers = model.attention_layers
+    pool = PoolSizing(layers, stored_dtype, block_size, max_model_len)
     if num_blocks is not None:
         num_blocks = pool.checked_blocks(num_blocks, device, memory)
     elif kv_cache_memory is not None:
@@ -97,13 +104,13 @@ def load_engine(
         num_blocks = pool.blocks_from_free(
             device,
             memory,
-            weight_bytes=model.num_parameters * torch_dtype.itemsize,
+            weight_bytes=known.num_parameters * torch_dtype.itemsize,
             max_num_seqs=max_num_seqs,
             utilization=gpu_memory_utilization,
         )
     config = EngineConfig(
         num_blocks=num_blocks,
-        max_model_len=pool.max_model_len,
+        max_model_len=max_model_len,
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -112,10 +119,11 @@ def load_engine(
         scheduling_policy=scheduling_policy,
         kv_cache_dtype=kv_cache_dtype,
     )
-    # A wrong name is told before the weights are read.
-    select_backend(attention_backend, device, layers=model.attention_layers, block_size=block_size)
-    decoder = load_decoder(path, dtype=torch_dtype, device=device)
-    grammar_vocabulary = GrammarVocabulary(
-        path / "tokenizer.json", vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
+    return Engine(
+        load_model(path, torch_dtype, device) if model is None else model,
+        config,
+        attention_backend=attention_backend,
+        grammar_vocabulary=GrammarVocabulary(
+            path / "tokenizer.json", vocab_size=known.vocab_size, eos_token_ids=known.eos_token_ids
+        ),
     )
-    return Engine(decoder, config, attention_backend=attention_backend, grammar_vocabulary=grammar_vocabulary)
