@@ -31,7 +31,16 @@ def main() -> None:
     ):
         for window in (None, 40):
             for lengths, queries in STEPS:
-                case = Case("step", lengths, queries, window=window, dtype=dtype, kv_cache_dtype=stored)
+                case = Case(
+                    "step",
+                    lengths,
+                    queries,
+                    heads=4,
+                    kv_heads=1,
+                    window=window,
+                    dtype=dtype,
+                    kv_cache_dtype=stored,
+                )
                 check(case)
     parity.check_slot_minus_one_is_not_written(cuda.CudaAttention)
 

@@ -91,6 +91,7 @@ struct Warp : Group {
   uint32_t offers[2][LANES][OFFERED];  // by parity of the generation: a slow lane still reads the former ones
 };
 
+constexpr int MAX_COPIES = 256;  // in flight; plain memory, as ThreadSanitizer would see a container at work
 struct PendingCopy {
   unsigned char* to;
   const unsigned char* from;  // nullptr: zeros
@@ -103,7 +104,8 @@ struct Fiber {
   bool done = false;
   Group* waits_for = nullptr;
   unsigned generation = 0;  // of `waits_for`, while waiting
-  std::vector<PendingCopy> copies;
+  PendingCopy copies[MAX_COPIES];
+  int num_copies = 0;
   Context context{};
   std::unique_ptr<char[]> stack;
   void* sanitizer = nullptr;
@@ -191,7 +193,7 @@ UNSEEN inline void fiber_main() {
   __tsan_acquire(&block);
 #endif
   block.kernel();
-  if (!self->copies.empty()) fail("a thread returns before its asynchronous copies have been waited for");
+  if (self->num_copies) fail("a thread returns before its asynchronous copies have been waited for");
   leave(my_warp());
   leave(block.all);
   self->done = true;
@@ -233,7 +235,7 @@ UNSEEN inline void start_block(int count) {
     fiber.index = {unsigned(id) % block.threads.x, unsigned(id) / block.threads.x, 0};
     fiber.done = false;
     fiber.waits_for = nullptr;
-    fiber.copies.clear();
+    fiber.num_copies = 0;
 #if defined(__SANITIZE_THREAD__)
     if (!fiber.sanitizer) fiber.sanitizer = __tsan_create_fiber(0);
 #endif

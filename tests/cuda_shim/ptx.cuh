@@ -12,12 +12,15 @@ void copy_async(void* to, const void* from, bool valid) {
     shim::fail("an asynchronous copy is not aligned");
   unsigned char* target = static_cast<unsigned char*>(to);
   for (int i = 0; i < BYTES; ++i) target[i] = shim::UNSET;
-  shim::self->copies.push_back({target, valid ? static_cast<const unsigned char*>(from) : nullptr, BYTES});
+  shim::Fiber& me = *shim::self;
+  if (me.num_copies == shim::MAX_COPIES) shim::fail("more asynchronous copies than the shim can hold");
+  me.copies[me.num_copies++] = {target, valid ? static_cast<const unsigned char*>(from) : nullptr, BYTES};
 }
 inline void copy_async_wait() {
-  for (const shim::PendingCopy& copy : shim::self->copies)
-    for (int i = 0; i < copy.bytes; ++i) copy.to[i] = copy.from ? copy.from[i] : 0;
-  shim::self->copies.clear();
+  shim::Fiber& me = *shim::self;
+  for (int n = 0; n < me.num_copies; ++n)
+    for (int i = 0; i < me.copies[n].bytes; ++i) me.copies[n].to[i] = me.copies[n].from ? me.copies[n].from[i] : 0;
+  me.num_copies = 0;
 }
 
 namespace shim {
