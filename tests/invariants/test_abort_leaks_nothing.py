@@ -70,7 +70,7 @@ def test_storm(tiny_model_dir: Path) -> None:
         assert engine.abort(request_id)
     assert not engine.has_unfinished()
     assert engine.stats().num_used_blocks == 0
-    assert not engine._requests
+    assert not engine._records.requests
 
 
 def test_ids_are_matched_whole(tiny_model_dir: Path) -> None:

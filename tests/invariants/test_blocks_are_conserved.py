@@ -18,7 +18,7 @@ from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.engine.sequence import FinishReason, SampleError, Sequence
 from tests.factories import FakeModel, check_output, expected_tokens, make_scheduler
 
-BLOCK_SIZES = st.sampled_from([1, 2, 4])
+BLOCK_SIZES = st.sampled_from([4, 3, 2, 1])
 # Few prompts that begin alike, so that they meet in the cache.
 PROMPTS = st.builds(
     lambda length, tail: [3] * (length - len(tail[:length])) + tail[:length],
@@ -34,8 +34,8 @@ class Books(RuleBasedStateMachine):
         block_size=BLOCK_SIZES,
         max_model_len=st.sampled_from([8, 12, 16]),
         extra=st.integers(0, 4),
-        max_num_seqs=st.sampled_from([1, 3, 8]),
-        budget=st.sampled_from([1, 2, 5, 30, None]),
+        max_num_seqs=st.sampled_from([8, 3, 1]),
+        budget=st.sampled_from([30, 5, 2, 1, None]),
         policy=st.sampled_from(["fcfs", "priority"]),
         caches=st.booleans(),
     )
@@ -70,7 +70,7 @@ class Books(RuleBasedStateMachine):
         max_tokens=st.integers(1, 11),
         ignore_eos=st.booleans(),
         stops=st.lists(st.integers(0, 22), max_size=1),
-        n=st.sampled_from([1, 1, 2, 3]),
+        n=st.sampled_from([3, 1, 2, 1]),
         priority=st.integers(-1, 1),
         salt=st.sampled_from([None, None, "a"]),
         min_tokens=st.sampled_from([0, 0, 2]),
@@ -125,13 +125,14 @@ class Books(RuleBasedStateMachine):
             ended = self.scheduler.finish(sequence.request_id, sequence.child_index, FinishReason.ABORT)
             assert ended is sequence
 
+    @precondition(lambda self: self.scheduler.block_pool.num_cached_blocks > 2)
     @rule()
     def reset_prefix_cache(self) -> None:
         self.model.weights += 1
         self.scheduler.reset_prefix_cache()
 
     @precondition(lambda self: self.output is None)
-    @rule(fails=st.sampled_from([False, False, False, True]))
+    @rule(fails=st.sampled_from([False, False, True]))
     def schedule(self, fails: bool) -> None:
         self.output = self.scheduler.schedule()
         check_output(self.scheduler, self.output)
@@ -143,12 +144,12 @@ class Books(RuleBasedStateMachine):
         self.tokens = None if fails else self.model.run(self.output)
 
     @precondition(lambda self: self.output is not None)
-    @rule(errors=st.sampled_from([False, False, False, True]))
-    def end_step(self, errors: bool) -> None:
+    @rule(fails_to_sample=st.sampled_from([False, False, True]))
+    def end_step(self, fails_to_sample: bool) -> None:
         if self.tokens is None:
             self.scheduler.rollback()
         else:
-            if errors and self.tokens:
+            if fails_to_sample and self.tokens:
                 first = next(iter(self.tokens))
                 self.tokens[first] = [SampleError("not finite")] * len(self.tokens[first])
             self.finished += self.scheduler.commit(self.output, self.tokens)
@@ -158,6 +159,15 @@ class Books(RuleBasedStateMachine):
                     known.add(id(one))
                     self.sequences.append(one)
         self.output = None
+
+    @precondition(lambda self: self.sequences)
+    @rule(count=st.integers(1, 8), fails_to_sample=st.booleans())
+    def whole_steps(self, count: int, fails_to_sample: bool) -> None:
+        """Without these a walk of chance alone hardly gets anywhere."""
+        for index in range(count):
+            if self.output is None:
+                self.schedule(False)
+            self.end_step(fails_to_sample and index == count - 1)
 
     @invariant()
     def the_books_balance(self) -> None:
@@ -188,7 +198,7 @@ class Books(RuleBasedStateMachine):
 
 
 SETTINGS = settings(
-    max_examples=150,
+    max_examples=100,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,
@@ -213,6 +223,6 @@ def test_the_walks_are_hard() -> None:
                 seen["hits"] += self.scheduler.prefix_cache.num_hits
                 seen.update(str(sequence.finish_reason) for sequence in self.sequences)
 
-    run_state_machine_as_test(Counted, settings=settings(SETTINGS, max_examples=60))
-    assert min(seen.values()) >= 10, seen
-    assert len(seen) == 8
+    run_state_machine_as_test(Counted, settings=settings(SETTINGS, max_examples=40))
+    shared = {"preemptions", "forks", "copies", "hits"}
+    assert all(seen[name] >= 5 for name in shared | {"stop", "length", "abort", "error"}), seen

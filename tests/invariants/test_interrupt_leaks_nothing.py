@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -10,25 +11,52 @@ import pytest
 
 from tessera_cli.engine.engine import Engine
 from tessera_cli.engine.scheduler_output import SchedulerOutput
+from tessera_cli.engine.sequence import Sequence, SequenceKey
+from tessera_cli.engine.step_result import StepResult
 from tessera_cli.models.decoder import Decoder
 from tests.engines import greedy, make_engine, run_to_end, tiny_decoder
 
-PROMPTS = {"a": [5] * 6, "b": [6] * 3, "c": [7] * 9, "d": [8] * 2}
-FILES = ("engine.py", "scheduler.py", "block_pool.py", "sequence.py")
+# The second one forks, and the last one begins like the first.
+PROMPTS = {"a": [5] * 6, "b": [6] * 3, "c": [7] * 9, "d": [5] * 5}
+NUM_SAMPLES = {"a": 1, "b": 3, "c": 1, "d": 1}
+FILES = (
+    "engine/engine.py",
+    "engine/scheduler.py",
+    "engine/step_plan.py",
+    "engine/queues.py",
+    "engine/block_pool.py",
+    "engine/prefix_cache.py",
+    "engine/sequence.py",
+    "engine/request_records.py",
+    "engine/live_request.py",
+)
 
 
-def fake_run(output: SchedulerOutput) -> dict[str, int]:
+def next_token(token_ids: list[int], child_index: int) -> int:
     """A token that depends on nothing but the sequence, as greedy tokens do."""
-    sampling = [item.sequence for item in output.scheduled if item.samples]
-    return {sequence.request_id: sum(sequence.token_ids) % 300 for sequence in sampling}
+    return (sum(token_ids) + child_index) % 300
+
+
+def fake_run(output: SchedulerOutput, matchers: object) -> StepResult:
+    return StepResult(
+        {
+            item.sequence.key: [
+                next_token(item.sequence.token_ids, item.sequence.child_index + index)
+                for index in range(item.num_samples)
+            ]
+            for item in output.scheduled
+            if item.num_samples
+        }
+    )
 
 
 def engine_before_step(decoder: Decoder, number: int, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine that is short of blocks, after `number` steps."""
-    engine = make_engine(decoder, num_blocks=7, max_model_len=24, max_num_batched_tokens=10)
+    engine = make_engine(decoder, num_blocks=8, max_model_len=24, max_num_batched_tokens=10)
     monkeypatch.setattr(engine._runner, "run", fake_run)
     for request_id, prompt in PROMPTS.items():
-        engine.add_request(request_id, prompt, greedy(3 + len(prompt)))
+        params = replace(greedy(3 + len(prompt)), n=NUM_SAMPLES[request_id])
+        engine.add_request(request_id, prompt, params)
     for _ in range(number):
         engine.step()
     return engine
@@ -68,7 +96,11 @@ def interrupted(path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> Ite
         engine._scheduler.check_invariants()
         yield engine
         line += 1
-    assert line > 50
+    assert line > 100
+
+
+def live(engine: Engine) -> dict[SequenceKey, Sequence]:
+    return {sequence.key: sequence for sequence in engine._scheduler.queues.live()}
 
 
 @pytest.mark.parametrize("number", [0, 1, 4, 6, 9])
@@ -79,20 +111,28 @@ def test_requests_can_be_dropped_after_it(
         for request_id in PROMPTS:
             engine.abort(request_id)
             engine._scheduler.check_invariants()
-        assert not engine._requests
+        assert not engine._records.requests
         assert engine.stats().num_used_blocks == 0
         engine.add_request("new", [9, 9], greedy(2))
         assert run_to_end(engine)["new"].token_ids == [18, 36]
 
 
-def test_requests_go_on_after_it(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for engine in interrupted(tiny_model_dir, 4, monkeypatch):
-        sequences = list(engine._scheduler._sequences.values())
+@pytest.mark.parametrize("number", [0, 1, 4])
+def test_requests_go_on_after_it(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    for engine in interrupted(tiny_model_dir, number, monkeypatch):
+        before = {request_id for request_id, _ in live(engine)}
+        seen = live(engine)
         while engine.has_unfinished():
             engine.step()
             engine._scheduler.check_invariants()
-        for sequence in sequences:
+            seen |= live(engine)
+        assert not engine._records.requests
+        if number < 4:
+            assert {key for key in seen if key[0] in before} == {
+                (request_id, index) for request_id in before for index in range(NUM_SAMPLES[request_id])
+            }
+        for sequence in seen.values():
             expected = list(PROMPTS[sequence.request_id])
             while len(expected) < sequence.num_prompt_tokens + sequence.params.max_tokens:
-                expected.append(sum(expected) % 300)
+                expected.append(next_token(expected, sequence.child_index))
             assert sequence.token_ids == expected

@@ -67,11 +67,13 @@ class LiveRequest:
         return matcher.is_finished
 
     def rewind(self, sequences: Iterable[Sequence]) -> None:
-        """Bring the matchers to where the live `sequences` are, after a step that was undone."""
-        if self._start is None:
-            return
+        """Go to where the live `sequences` are, after a step that was undone or whose outputs are lost."""
         self.matchers = {}
         for sequence in sequences:
-            matcher = self.matchers[sequence.child_index] = self._start.fork()
-            for token in sequence.output_token_ids:
-                matcher.accept(token)
+            index = sequence.child_index
+            if index not in self.metrics:
+                self.metrics[index] = replace(self.metrics[0], token_times=[])
+            if self._start is not None:
+                matcher = self.matchers[index] = self._start.fork()
+                for token in sequence.output_token_ids:
+                    matcher.accept(token)

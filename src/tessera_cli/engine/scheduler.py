@@ -24,7 +24,7 @@ from tessera_cli.engine.prefix_cache import PrefixCache
 from tessera_cli.engine.queues import Queues
 from tessera_cli.engine.scheduler_output import ScheduledSequence, SchedulerOutput
 from tessera_cli.engine.sequence import FinishReason, SampleError, Sequence, SequenceKey
-from tessera_cli.engine.step_plan import Step, StepPlanner, release, reset
+from tessera_cli.engine.step_plan import Step, StepPlanner, release, restart, withdraw
 
 
 class Scheduler:
@@ -115,7 +115,7 @@ class Scheduler:
         """
         self.block_pool.reset_prefix_cache()
         for sequence in self.queues.live():
-            sequence.may_publish = False
+            withdraw(sequence)
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step and take its blocks; empty only when nothing is unfinished.
@@ -190,8 +190,7 @@ class Scheduler:
         for sequence in self.queues.ordered():
             waits = waits or not sequence.num_computed_tokens
             if waits or sequence.aborted:
-                sequence.block_table.clear()
-                reset(sequence)
+                restart(sequence)
             if sequence.aborted:
                 self._forget(sequence, FinishReason.ABORT)
         self._step = None

@@ -207,16 +207,21 @@ class StepPlanner:
 def release(sequence: Sequence, pool: BlockPool) -> None:
     """Take all blocks from a sequence, which has then computed nothing."""
     pool.free(reversed(sequence.block_table))
+    restart(sequence)
+
+
+def restart(sequence: Sequence) -> None:
+    """Let a sequence begin again, without blocks."""
     sequence.block_table.clear()
-    reset(sequence)
-
-
-def reset(sequence: Sequence) -> None:
-    """Let a sequence without blocks start again."""
     sequence.num_computed_tokens = 0
+    withdraw(sequence)
+
+
+def withdraw(sequence: Sequence) -> None:
+    """Let a sequence have no part in the prefix cache until it is admitted again."""
+    sequence.may_publish = False
     sequence.num_published_blocks = 0
     sequence.last_published = None
-    sequence.may_publish = False
 
 
 def _num_slots(sequence: Sequence) -> int:
