@@ -16,8 +16,9 @@ from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.engine.scheduler_output import BlockCopy, ScheduledSequence, SchedulerOutput
 from tessera_cli.engine.sequence import SampleError, Sequence
 from tessera_cli.engine.step_result import StepResult
+from tessera_cli.errors import UsageError
 from tessera_cli.models.decoder import Decoder
-from tests.engines import random_prompts, tiny_decoder
+from tests.engines import make_engine, random_prompts, run_requests, tiny_decoder
 
 CONFIG = EngineConfig(num_blocks=60, max_model_len=64, block_size=4)
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=8)
@@ -222,3 +223,31 @@ def test_many_sampling_rows_are_computed_in_pieces(decoder: Decoder, monkeypatch
 def test_a_request_without_a_seed_is_a_bug(decoder: Decoder) -> None:
     with pytest.raises(ValueError, match="seed"):
         make_runner(decoder).run(whole(make_sequences(random_prompts([4]), SamplingParams())))
+
+
+@pytest.mark.parametrize("eos_token_id", [0, 2])
+def test_b59_every_end_token_of_the_model_ends_and_min_tokens_forbids_every_one(
+    decoder: Decoder, eos_token_id: int
+) -> None:
+    (prompt,) = random_prompts([5])
+    wants_to_end = replace(GREEDY, logit_bias={eos_token_id: 100.0})
+    requests = {
+        "at once": (prompt, wants_to_end),
+        "later": (prompt, replace(wants_to_end, min_tokens=3)),
+        "ignored": (prompt, replace(wants_to_end, ignore_eos=True)),
+    }
+    finished = run_requests(make_engine(decoder), requests)
+    assert finished["at once"].token_ids == [eos_token_id]
+    assert finished["later"].token_ids[3:] == [eos_token_id]
+    assert not {0, 2} & set(finished["later"].token_ids[:3])
+    assert finished["ignored"].token_ids == [eos_token_id] * 8
+
+
+def test_b43_a_refused_request_leaves_the_engine_alive(decoder: Decoder) -> None:
+    engine = make_engine(decoder)
+    (prompt,) = random_prompts([5])
+    expected = run_requests(engine, {"before": (prompt, GREEDY)})["before"].token_ids
+    for bad in ({"logit_bias": {384: 1.0}}, {"stop_token_ids": (10**9,)}):
+        with pytest.raises(UsageError, match="token id"):
+            engine.add_request("bad", prompt, SamplingParams(**bad))
+    assert run_requests(engine, {"after": (prompt, GREEDY)})["after"].token_ids == expected
