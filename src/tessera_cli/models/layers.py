@@ -88,7 +88,8 @@ class DecoderLayer(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
     def _residual(self, x: Tensor, update: Tensor) -> Tensor:
-        # In place into the update, which nobody else holds and no gradient needs; never into `x`.
         if self.residual_multiplier != 1.0:
             update = update.mul_(self.residual_multiplier)
-        return update.add_(x)
+        # In place into the update, which nobody else holds and no gradient needs; never into `x`. Under
+        # autocast the update is narrower, and the residual has to stay as wide as `x`.
+        return update.add_(x) if update.dtype == x.dtype else x + update

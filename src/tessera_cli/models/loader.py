@@ -13,7 +13,7 @@ from tessera_cli.errors import ModelError, UsageError
 from tessera_cli.models.causal_lm import CausalLM, CausalLMConfig
 from tessera_cli.models.config import ModelConfig, read_hf_config
 from tessera_cli.models.decoder import Decoder
-from tessera_cli.models.hf_config import FAMILIES
+from tessera_cli.models.hf_families import FAMILIES
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Our module in a layer <- the checkpoint's modules, stacked in this order; not every family has all.
