@@ -17,6 +17,8 @@ LIGHT = (
     "distill run --help",
     "generate --help",
     "bench -h",
+    "simulate --help",
+    "trace --help",
     "distill pln",
     "distill missing.yaml",
     "distill plan --schema",

@@ -76,9 +76,9 @@ def test_a_gpu_needs_no_more_of_a_model_than_its_config(tessera, config_json: st
     assert figures("--num-blocks", "200")["engine"]["num_blocks"] == 200
 
 
-def test_a_short_cache_lowers_the_length_and_says_so(tessera, config_json: str):
+def test_a_cache_below_the_longest_sequence_is_refused_as_the_engine_does(tessera, config_json: str):
     code, _, err = tessera(config_json, *GPU, "--num-blocks", "65", "--concurrency", "2")
-    assert (code, "lowered from 2048 to 1024" in err) == (ExitCode.SUCCESS, True)
+    assert (code, "max_model_len=2048" in err and "1024" in err) == (ExitCode.USAGE, True)
 
 
 def test_replicas_are_counted_for_an_objective(tessera, config_json: str):

@@ -13,7 +13,7 @@ from tessera_cli.settings import Settings, prepare_process
 
 if TYPE_CHECKING:
     from tessera_cli.engine.loading import EngineOptions
-    from tessera_cli.models.config import ModelConfig
+    from tessera_cli.models.causal_lm import CausalLMConfig
     from tessera_cli.serving.llm import LLM
 
 
@@ -23,7 +23,7 @@ class LoadedModel:
 
     name: str
     path: Path
-    config: "ModelConfig"
+    config: "CausalLMConfig"
     llm: "LLM"
     dtype: str
     device: str
@@ -61,18 +61,16 @@ def load_model(
     path = resolve_model(name, home=settings.home, offline=offline, notify=output.note)
 
     from tessera_cli.engine.sizing import select_device
-    from tessera_cli.kernels.backend import select_backend
-    from tessera_cli.models.config import ModelConfig
-    from tessera_cli.models.loader import select_dtype
+    from tessera_cli.models.loader import load_config, select_dtype
     from tessera_cli.serving.llm import LLM
 
     device = select_device(engine.get("device", "auto"))
-    config = ModelConfig.from_dir(path)
+    config = load_config(path)
     dtype = str(select_dtype(engine.get("dtype", "auto"), config.dtype, device)).removeprefix("torch.")
-    backend, reason = select_backend(engine.get("attention_backend", "auto"), device)
     output.note(f"model     {path}, {config.num_parameters / 1e6:,.1f} M parameters, {dtype} on {device}")
-    output.note(f"attention {backend}: {reason}")
     llm = LLM(path, **engine | {"device": device, "dtype": dtype})
+    backend, reason = llm.engine.attention_backend
+    output.note(f"attention {backend}: {reason}")
     output.note(f"KV cache  {llm.engine.capacity}")
     for note in llm.engine.notes:
         output.note(f"note: {note}")
@@ -89,11 +87,11 @@ def tracing(model: LoadedModel, path: Path | None) -> Iterator[None]:
 
     engine = model.llm.engine
     with TraceWriter.open(path, engine.config) as writer:
-        engine._observer = writer
+        engine.observer = writer
         try:
             yield
         finally:
-            engine._observer = None
+            engine.observer = None
 
 
 def short_name(name: str) -> str:

@@ -70,7 +70,7 @@ def choose_machine(context: typer.Context, settings: Settings, output: Output) -
         model = _read_model(context, settings, output)
     else:
         _refuse(context, _OF_THE_MODEL, "without --num-blocks and --max-model-len")
-    config = _config(context, model, output, memory=given["kv_cache_memory"], dtype=_dtype(context, model))
+    config = _config(context, model, memory=given["kv_cache_memory"], dtype=_dtype(context, model))
     return Machine("given costs", cost, config, {"cost": asdict(cost)})
 
 
@@ -119,7 +119,7 @@ def _on_gpu(context: typer.Context, gpu: Gpu, settings: Settings, output: Output
             f"a KV cache of {asked:,} bytes is more than the {beside:,} of {gpu.name} beside the weights",
             hint="lower --kv-cache-memory or --num-blocks, or raise --gpu-memory-utilization",
         )
-    config = _config(context, model, output, memory=given["kv_cache_memory"] or beside, dtype=dtype)
+    config = _config(context, model, memory=given["kv_cache_memory"] or beside, dtype=dtype)
     name = (
         f"{gpu.name} at {efficiency.compute:.0%} of its arithmetic and {efficiency.memory:.0%} of its"
         f" bandwidth, {overhead * 1e3:g} ms more a step;"
@@ -132,7 +132,7 @@ def _on_gpu(context: typer.Context, gpu: Gpu, settings: Settings, output: Output
 
 
 def _config(
-    context: typer.Context, model: "ModelConfig | None", output: Output, *, memory: int | None, dtype: str
+    context: typer.Context, model: "ModelConfig | None", *, memory: int | None, dtype: str
 ) -> EngineConfig:
     """The engine's sizes; blocks are counted, or follow from `memory` bytes."""
     from tessera_cli.serving.simulated_machine import KVCacheSize
@@ -149,10 +149,7 @@ def _config(
         kv_dtype = dtype if given["kv_cache_dtype"] == "auto" else given["kv_cache_dtype"]
         num_blocks = KVCacheSize.of(model, kv_dtype, block_size).num_blocks(memory)
     if max_model_len is None and model is not None:
-        longest, held = model.max_position_embeddings, (num_blocks - 1) * block_size
-        max_model_len = min(longest, held)
-        if held < longest:
-            output.note(f"note: max_model_len lowered from {longest} to {held}, what the KV cache holds")
+        max_model_len = model.max_position_embeddings
     policies = {name: given[name] for name in _POLICIES}
     if options.is_default(context, "max_num_seqs"):
         policies["max_num_seqs"] = max(policies["max_num_seqs"], given["concurrency"] or 1)

@@ -31,6 +31,9 @@ class Engine:
 
     Attributes:
         config: the sizes it was built with.
+        model_config: what the model says of itself.
+        attention_backend: the name of the one that runs, and the reason for it.
+        observer: told of every committed step.
         notes: lines that the user should see: what was chosen on their behalf.
     """
 
@@ -55,20 +58,21 @@ class Engine:
             UsageError: no such attention backend.
         """
         check_positions(config.max_model_len, model.config)
-        backend, _ = select_backend(
+        self.attention_backend = select_backend(
             attention_backend,
             model.head_weight.device.type,
             layers=model.attention_layers,
             block_size=config.block_size,
         )
         self.config = config
+        self.model_config = model.config
         self.notes = list(notes)
         self._vocab_size = model.config.vocab_size
         self._has_eos = any(token < self._vocab_size for token in model.config.eos_token_ids)
         self._grammar_vocabulary = grammar_vocabulary
-        self._observer = observer
+        self.observer = observer
         # The runner first: a pool too large for the device's tensors is too large for the scheduler's lists.
-        self._runner = ModelRunner(model, config, backend)
+        self._runner = ModelRunner(model, config, self.attention_backend[0])
         self._scheduler = Scheduler(config, model.config.eos_token_ids)
         self._records = RequestRecords()
         self._num_steps = 0
@@ -168,12 +172,12 @@ class Engine:
             times.append(time.monotonic())
             outputs = self._take(output, result, finished, started=times[1])
             self._num_steps += bool(output.scheduled)
-            if self._observer is not None and output.scheduled:
+            if self.observer is not None and output.scheduled:
                 timings = {
                     part: end - start
                     for part, (start, end) in zip(("schedule", "run", "commit"), pairwise(times), strict=True)
                 }
-                self._observer.on_step(output, result.tokens, finished, timings, self.stats())
+                self.observer.on_step(output, result.tokens, finished, timings, self.stats())
         except BaseException:  # Ctrl-C included, which may come between any two lines
             self._scheduler.rollback()
             self._records.rewind(self._scheduler.queues.requests)

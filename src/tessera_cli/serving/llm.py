@@ -13,7 +13,6 @@ from tessera_cli.engine.loading import EngineOptions, load_engine
 from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.engine.stats import EngineStats
 from tessera_cli.errors import UsageError
-from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.source import resolve_model
 from tessera_cli.models.tokenizer import Tokenizer
 from tessera_cli.serving.outputs import Logprob, RequestOutput
@@ -86,8 +85,8 @@ class LLM:
         settings = Settings.from_env()
         self._path = resolve_model(str(model), home=settings.home, offline=settings.offline)
         self.tokenizer = Tokenizer.from_dir(self._path)
-        self._eos_token_ids = frozenset(ModelConfig.from_dir(self._path).eos_token_ids)
         self.engine = load_engine(self._path, **engine_options)
+        self._eos_token_ids = frozenset(self.engine.model_config.eos_token_ids)
         self._request_numbers = count()
 
     def generate(
