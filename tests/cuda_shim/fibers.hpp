@@ -82,7 +82,8 @@ inline void make_context(Context& context, char* stack, void (*entry)()) {
 struct Group {
   int size = 0, arrived = 0, left = 0;
   unsigned generation = 0;
-  Place place{};   // of those who wait
+  const char* file = "";  // where those wait who have arrived
+  int line = 0;
   char order[2] = {};  // addresses that carry ThreadSanitizer's happens-before, by parity of the generation
 };
 
@@ -129,9 +130,9 @@ inline Fiber* self = nullptr;
 
 inline Warp& my_warp() { return block.warps[self->id / LANES]; }
 inline int lane() { return self->id % LANES; }
-inline std::string at(const Place& place) {
-  return std::string(place.file_name()) + ":" + std::to_string(place.line());
-}
+inline std::string at(const char* file, int line) { return std::string(file) + ":" + std::to_string(line); }
+inline std::string at(const Place& place) { return at(place.file_name(), int(place.line())); }
+inline std::string at(const Group& group) { return at(group.file, group.line); }
 
 UNSEEN inline void to_scheduler(bool for_good) {
   Fiber* me = self;
@@ -158,10 +159,14 @@ UNSEEN inline void to_scheduler(bool for_good) {
 // Wait for the whole group. Without `orders`, nobody's writes become visible by it, as with shuffles.
 UNSEEN inline void meet(Group& group, const Place& place, bool orders) {
   if (group.left) fail("a thread has returned, others of its group wait at " + at(place));
-  if (group.arrived == 0)
-    group.place = place;
-  else if (group.place.line() != place.line() || std::strcmp(group.place.file_name(), place.file_name()))
-    fail("threads of one group wait at different places: " + at(group.place) + " and " + at(place));
+  const char* file = place.file_name();
+  const int line = int(place.line());
+  if (group.arrived == 0) {
+    group.file = file;
+    group.line = line;
+  } else if (group.line != line || std::strcmp(group.file, file)) {
+    fail("threads of one group wait at different places: " + at(group) + " and " + at(place));
+  }
   [[maybe_unused]] char* order = &group.order[group.generation % 2];
 #if defined(__SANITIZE_THREAD__)
   if (orders) __tsan_release(order);
@@ -181,7 +186,7 @@ UNSEEN inline void meet(Group& group, const Place& place, bool orders) {
 }
 
 UNSEEN inline void leave(Group& group) {
-  if (group.arrived) fail("a thread returns while others of its group wait at " + at(group.place));
+  if (group.arrived) fail("a thread returns while others of its group wait at " + at(group));
   ++group.left;
 }
 
@@ -258,7 +263,7 @@ UNSEEN inline void run_block(int count, bool reversed) {
     if (progress) continue;
     for (int n = 0; n < count && block.error.empty(); ++n)
       if (const Fiber& fiber = *block.fibers[n]; !fiber.done)
-        block.error = "threads wait for ever at " + at(fiber.waits_for->place);
+        block.error = "threads wait for ever at " + at(*fiber.waits_for);
   }
 }
 

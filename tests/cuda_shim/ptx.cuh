@@ -58,8 +58,8 @@ UNSEEN void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, uns
     const int row = lane() / 4, column = lane() % 4 * 2 + i % 2, lower = i / 2;
     for (int k = 0; k < 16; ++k) {
       const int from = k % 8 / 2, right = k / 8;
-      c[i] += std::bit_cast<float>(offers[row * 4 + from][(lower + 2 * right) * 2 + k % 2]) *
-              std::bit_cast<float>(offers[column * 4 + from][8 + right * 2 + k % 2]);
+      c[i] += __builtin_bit_cast(float, offers[row * 4 + from][(lower + 2 * right) * 2 + k % 2]) *
+              __builtin_bit_cast(float, offers[column * 4 + from][8 + right * 2 + k % 2]);
     }
   }
 }
