@@ -1,13 +1,11 @@
-"""Sizes and sampling values that cannot work are refused at once, with the numbers and the way out."""
+"""Sizes that cannot work are refused at once, with the numbers and the way out."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tessera_cli.engine.config import EngineConfig
-from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.errors import CapacityError, UsageError
 
 
@@ -48,33 +46,20 @@ def test_without_chunks_a_whole_prompt_must_fit_into_a_step() -> None:
     replace(config, max_num_batched_tokens=63, enable_chunked_prefill=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("temperature", math.inf),
-        ("top_p", 0.0),
-        ("top_p", 1.01),
-        ("top_p", math.nan),
-        ("top_k", -1),
-        ("top_k", 1.5),
-        ("max_tokens", 0),
-        ("max_tokens", 2.5),
-        ("seed", -1),
-        ("seed", 2**63),
-        ("seed", 1.5),
-        ("stop_token_ids", (1.5,)),
-        ("stop_token_ids", (3, -3)),
-    ],
-)
-def test_sampling_values_that_mean_nothing_are_refused_by_name(name: str, value: object) -> None:
-    params: dict[str, Any] = {name: value}
-    with pytest.raises(UsageError, match=name) as caught:
-        SamplingParams(**params)
+@pytest.mark.parametrize("name", ["scheduling_policy", "kv_cache_dtype"])
+def test_choices_that_do_not_exist_are_refused_with_those_that_do(name: str) -> None:
+    options: dict[str, Any] = {name: "fastest"}
+    with pytest.raises(UsageError, match=f"{name}='fastest'") as caught:
+        EngineConfig(num_blocks=5, max_model_len=64, **options)
     assert caught.value.hint is not None
+    assert {"scheduling_policy": "fcfs, priority", "kv_cache_dtype": "int8"}[name] in caught.value.hint
 
 
-def test_the_limits_themselves_are_accepted() -> None:
-    SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=0, max_tokens=1, stop_token_ids=(0,))
-    SamplingParams(top_p=1e-6, seed=2**63 - 1)
+@pytest.mark.parametrize(("max_num_seqs", "budget", "slots"), [(3, 8, 3), (8, 3, 3)])
+def test_each_running_sequence_needs_a_token_of_the_budget(
+    max_num_seqs: int, budget: int, slots: int
+) -> None:
+    config = EngineConfig(
+        num_blocks=5, max_model_len=64, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+    )
+    assert config.max_num_slots == slots
