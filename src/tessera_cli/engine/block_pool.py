@@ -53,6 +53,10 @@ class BlockPool:
         """Blocks that nobody holds and the prefix cache finds."""
         return len(self._cached_blocks)
 
+    def cached_blocks(self) -> tuple[int, ...]:
+        """These blocks, the next to be evicted first."""
+        return tuple(self._cached_blocks)
+
     def ref_count(self, block: int) -> int:
         """Block table entries that name `block`."""
         return self._ref_counts[block]

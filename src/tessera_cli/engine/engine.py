@@ -1,9 +1,9 @@
 """The engine: requests in, tokens out, one step at a time."""
 
-import dataclasses
 import secrets
 import time
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from itertools import pairwise
 
 from tessera_cli.engine.config import EngineConfig
@@ -16,6 +16,7 @@ from tessera_cli.engine.scheduler_output import SchedulerOutput
 from tessera_cli.engine.sequence import FinishReason, Sequence, SequenceKey
 from tessera_cli.engine.sequence_output import SequenceOutput
 from tessera_cli.engine.sizing import Capacity, check_positions
+from tessera_cli.engine.snapshot import EngineSnapshot, take_snapshot
 from tessera_cli.engine.stats import EngineStats
 from tessera_cli.engine.step_result import StepResult
 from tessera_cli.engine.structured_output import GrammarVocabulary
@@ -35,6 +36,8 @@ class Engine:
         attention_backend: the name of the one that runs, and the reason for it.
         observer: told of every committed step.
         notes: lines that the user should see: what was chosen on their behalf.
+        scheduled_request_ids: one for each sequence of the last step, also where the step failed; none where
+            it failed before it was scheduled.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Engine:
         self._scheduler = Scheduler(config, model.config.eos_token_ids)
         self._records = RequestRecords()
         self._num_steps = 0
+        self.scheduled_request_ids: tuple[str, ...] = ()
 
     @property
     def capacity(self) -> Capacity:
@@ -122,7 +126,7 @@ class Engine:
                 )
             matcher = self._grammar_vocabulary.compile(params.structured_output)
         if params.seed is None:
-            params = dataclasses.replace(params, seed=secrets.randbits(63))
+            params = replace(params, seed=secrets.randbits(63))
         sequence = Sequence(request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
         self._scheduler.add(sequence)
         self._records.add(sequence, matcher)
@@ -162,7 +166,9 @@ class Engine:
         """
         try:
             times = [time.monotonic()]
+            self.scheduled_request_ids = ()
             output = self._scheduler.schedule()
+            self.scheduled_request_ids = tuple(item.sequence.request_id for item in output.scheduled)
             times.append(time.monotonic())
             result = StepResult()
             if output.scheduled:
@@ -205,6 +211,13 @@ class Engine:
             prefix_cache_hits=scheduler.prefix_cache.num_hits,
             num_forks=scheduler.num_forks,
             num_block_copies=scheduler.num_block_copies,
+        )
+
+    def snapshot(self) -> EngineSnapshot:
+        """What every sequence and every block is at; between steps, as all else."""
+        scheduler = self._scheduler
+        return take_snapshot(
+            scheduler.queues, scheduler.block_pool, self.stats(), replace(self._records.latencies)
         )
 
     def _take(

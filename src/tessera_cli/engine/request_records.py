@@ -8,6 +8,7 @@ from tessera_cli.engine.live_request import LiveRequest
 from tessera_cli.engine.scheduler_output import ScheduledSequence, SchedulerOutput
 from tessera_cli.engine.sequence import FinishReason, SampleError, Sequence, SequenceKey
 from tessera_cli.engine.sequence_output import SequenceOutput
+from tessera_cli.engine.stats import LatencyTotals
 from tessera_cli.engine.step_result import StepResult, TokenLogprobs
 from tessera_cli.engine.structured_output import Matcher
 
@@ -21,6 +22,7 @@ class RequestRecords:
         num_failed: sequences that ended with an error.
         prompt_tokens: prompt tokens done, each once.
         generation_tokens: tokens sampled.
+        latencies: how long they took.
     """
 
     def __init__(self) -> None:
@@ -29,6 +31,7 @@ class RequestRecords:
         self.num_failed = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
+        self.latencies = LatencyTotals()
 
     def add(self, sequence: Sequence, matcher: Matcher | None) -> None:
         """Start a record, with the matcher at the start of its structured output if it has one."""
@@ -117,6 +120,7 @@ class RequestRecords:
         if not isinstance(token, SampleError):
             new_token_ids = (token,)
             metrics.token_times.append(now)
+            self.latencies.count_last_of(metrics)
             self.generation_tokens += 1
         is_over = sequence.finish_reason is not None
         if is_over:

@@ -40,6 +40,29 @@ class EngineStats:
     num_block_copies: int = 0
 
 
+@dataclass(slots=True)
+class LatencyTotals:
+    """Sums of seconds over all samples since the engine was made, with how many each is of.
+
+    `ttft` is of `num_first_tokens`, the first token of each sample; `itl` of `num_later_tokens`, all others.
+    """
+
+    ttft: float = 0.0
+    num_first_tokens: int = 0
+    itl: float = 0.0
+    num_later_tokens: int = 0
+
+    def count_last_of(self, metrics: "RequestMetrics") -> None:
+        """Count the newest token of a sample."""
+        times = metrics.token_times
+        if len(times) == 1:
+            self.ttft += times[0] - metrics.arrival_time
+            self.num_first_tokens += 1
+        else:
+            self.itl += times[-1] - times[-2]
+            self.num_later_tokens += 1
+
+
 @dataclass
 class RequestMetrics:
     """When things happened to one sample of a request.
