@@ -40,7 +40,9 @@ struct RowRange {
 struct TaskMemory {
   float *queries, *sums, *scores, *keys, *values;
 
-  static size_t size(int head_dim) { return size_t(2) * MAX_ROWS * head_dim + MAX_ROWS * TILE + size_t(2) * TILE * head_dim; }
+  static size_t size(int head_dim) {
+    return size_t(2) * MAX_ROWS * head_dim + MAX_ROWS * TILE + size_t(2) * TILE * head_dim;
+  }
   TaskMemory(float* data, int head_dim) : queries(data) {
     sums = queries + MAX_ROWS * head_dim;
     scores = sums + MAX_ROWS * head_dim;
@@ -66,14 +68,16 @@ inline void load_queries(const RowRange& rows, const Rows& q, int64_t first_toke
   }
 }
 
-template <class T> TESSERA_INLINE void prefetch_block(const T* from, int count) {
-  // The hardware's own prefetching stops at the end of a 4 KiB page, and blocks are scattered.
-  for (int i = 0; i < count; i += 64 / static_cast<int>(sizeof(T))) __builtin_prefetch(from + i);
-}
+// One block of a tile: its values, and how far ahead the same block of the next tile is.
+template <class T> struct Block {
+  const T* values;
+  int64_t ahead;
+};
 
-// Adds the tile's weighted values to the sums; `values` has the address of each block's values.
+// Adds the tile's weighted values to the sums.
 template <class T>
-void weigh_tile(const RowRange& rows, const TaskMemory& memory, const T* const* values, int tile_start, int first, int last) {
+void weigh_tile(const RowRange& rows, const TaskMemory& memory, const Block<T>* blocks, int tile_start, int first,
+                int last) {
   const int size = rows.layer.block_size, dim = rows.layer.head_dim;
   for (int chunk = 0; chunk < rows.chunks(); ++chunk) {
     const int start = rows.chunk_start(chunk), next = rows.chunk_start(chunk + 1);
@@ -83,7 +87,8 @@ void weigh_tile(const RowRange& rows, const TaskMemory& memory, const T* const* 
     int num_runs = 0;
     for (int key = begin; key < end;) {
       const int stop = std::min(end, (key / size + 1) * size);
-      runs[num_runs++] = {values[(key - tile_start) / size] + int64_t{key % size} * dim, stop - key, key - tile_start};
+      const Block<T>& block = blocks[(key - tile_start) / size];
+      runs[num_runs++] = {block.values + int64_t{key % size} * dim, stop - key, key - tile_start, block.ahead};
       key = stop;
     }
     with_rows(next - start, [&](auto count) {
@@ -100,12 +105,12 @@ void attend_keys(const RowRange& rows, const int32_t* table, const TaskMemory& m
   const int size = layer.block_size, dim = layer.head_dim, block_elements = size * dim;
   const bool direct = std::is_same_v<T, float> || task.num_rows <= DIRECT_ROWS;
   const bool few = task.num_rows <= DIRECT_ROWS;
-  const int tile = few ? std::max(32, size) : TILE;
+    const int tile = few ? std::max(32, size) : TILE;
   const float soft_cap = layer.soft_cap * LOG2_E;
   const T *all_keys = static_cast<const T*>(layer.keys), *all_values = static_cast<const T*>(layer.values);
   float key_scales[TILE], value_scales[TILE];
-  const T* values[TILE / LANES];
-  const float* converted[TILE / LANES];
+  Block<T> blocks[TILE / LANES];
+  Block<float> converted[TILE / LANES];
 
   for (int tile_start = task.begin / tile * tile; tile_start < task.end; tile_start += tile) {
     const int first = std::max(tile_start, task.begin), last = std::min(tile_start + tile, task.end);
@@ -114,16 +119,13 @@ void attend_keys(const RowRange& rows, const int32_t* table, const TaskMemory& m
       const int64_t base = layer.block(table[index], task.kv_head);
       const int at = index * size - tile_start, place = at / size;
       const T* keys = all_keys + base;
-      values[place] = all_values + base;
-      if (few && (index + tile / size) * size < task.end) {
-        const int64_t next = layer.block(table[index + tile / size], task.kv_head);
-        prefetch_block(all_keys + next, block_elements);
-        prefetch_block(all_values + next, block_elements);
-      }
+      const int following = index + tile / size;
+      const int64_t ahead = few && following * size < task.end ? layer.block(table[following], task.kv_head) - base : 0;
+      blocks[place] = {all_values + base, ahead};
       if (!direct) {
         load_row(memory.keys, keys, block_elements);
-        converted[place] = memory.values + at * dim;
-        load_row(memory.values + at * dim, values[place], block_elements);
+        converted[place] = {memory.values + at * dim, 0};
+        load_row(memory.values + at * dim, all_values + base, block_elements);
       }
       if (layer.kind == INT8) {
         const int64_t scales = layer.scales(table[index], task.kv_head);
@@ -136,21 +138,23 @@ void attend_keys(const RowRange& rows, const int32_t* table, const TaskMemory& m
         float* scores = memory.scores + start * TILE + at;
         const float* queries = memory.queries + start * dim;
         with_rows(next - start, [&](auto count) {
-          if (direct) score_block<T, count>(scores, queries, keys, size, dim);
-          else score_block<float, count>(scores, queries, memory.keys, size, dim);
+          if (direct) score_block<T, count>(scores, queries, keys, size, dim, ahead);
+          else score_block<float, count>(scores, queries, memory.keys, size, dim, 0);
         });
       }
     }
     const int begin = first_block * size - tile_start, end = end_block * size - tile_start;
     for (int row = 0; row < task.num_rows; ++row) {
-      const int seen = std::max(first, rows.floor(row)) - tile_start, stop = std::min(last, rows.limit(row)) - tile_start;
+      const int seen = std::max(first, rows.floor(row)) - tile_start;
+      const int stop = std::min(last, rows.limit(row)) - tile_start;
       const bool quantised = layer.kind == INT8;
       const float kept = weights_of(memory.scores + row * TILE, states[row], begin, end, seen, stop,
                                     quantised ? key_scales : nullptr, quantised ? value_scales : nullptr, soft_cap);
+      float* sums = memory.sums + row * dim;
       if (kept != 1.f)
-        for (int d = 0; d < dim; d += LANES) store(memory.sums + row * dim + d, load(memory.sums + row * dim + d) * kept);
+        for (int d = 0; d < dim; d += LANES) store(sums + d, load(sums + d) * kept);
     }
-    if (direct) weigh_tile(rows, memory, values, tile_start, first, last);
+    if (direct) weigh_tile(rows, memory, blocks, tile_start, first, last);
     else weigh_tile(rows, memory, converted, tile_start, first, last);
   }
 }

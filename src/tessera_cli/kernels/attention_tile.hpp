@@ -13,12 +13,22 @@ namespace tessera {
 constexpr int CHUNK = 6;   // rows whose accumulators fit sixteen registers, two vectors each
 constexpr int TILE = 128;  // the most keys between two rescalings; every block size divides it
 
+// Asks for `count` elements that lie `ahead` of those being read. Blocks are scattered and the hardware's own
+// prefetching stops at a page's end; spread over the arithmetic, the requests do not queue up.
+template <class T> TESSERA_INLINE void prefetch(const T* from, int64_t ahead, int count) {
+  constexpr int LINE = 64 / static_cast<int>(sizeof(T));
+  for (int i = 0; i < count; i += LINE) __builtin_prefetch(from + ahead + i);
+}
+
 // scores[r][0 .. 8 W) = sum over d of queries[d][r] * keys[d][0 .. 8 W), rows of `scores` TILE apart.
 template <class T, int R, int W>
-void score(float* scores, const float* queries, const T* keys, int stride, int head_dim) {
-  Floats sums[R][W] = {};
+void score(float* scores, const float* queries, const T* keys, int stride, int head_dim, int64_t ahead) {
+  Floats sums[R][W];
+  for (int r = 0; r < R; ++r)
+    for (int w = 0; w < W; ++w) sums[r][w] = Floats{};
   for (int d = 0; d < head_dim; ++d, keys += stride, queries += R) {
     Floats key[W];
+    prefetch(keys, ahead, W * LANES);
     for (int w = 0; w < W; ++w) key[w] = load(keys + w * LANES);
     for (int r = 0; r < R; ++r)
       for (int w = 0; w < W; ++w) sums[r][w] += queries[r] * key[w];
@@ -29,19 +39,22 @@ void score(float* scores, const float* queries, const T* keys, int stride, int h
 
 // All keys of one block. `stride` is the block size: keys are stored [head_dim, block_size].
 template <class T, int R>
-void score_block(float* scores, const float* queries, const T* keys, int stride, int head_dim) {
+void score_block(float* scores, const float* queries, const T* keys, int stride, int head_dim, int64_t ahead) {
   int at = 0;
   if constexpr (R <= 3)
-    for (; at + 4 * LANES <= stride; at += 4 * LANES) score<T, R, 4>(scores + at, queries, keys + at, stride, head_dim);
-  for (; at + 2 * LANES <= stride; at += 2 * LANES) score<T, R, 2>(scores + at, queries, keys + at, stride, head_dim);
-  for (; at < stride; at += LANES) score<T, R, 1>(scores + at, queries, keys + at, stride, head_dim);
+    for (; at + 4 * LANES <= stride; at += 4 * LANES)
+      score<T, R, 4>(scores + at, queries, keys + at, stride, head_dim, ahead);
+  for (; at + 2 * LANES <= stride; at += 2 * LANES)
+    score<T, R, 2>(scores + at, queries, keys + at, stride, head_dim, ahead);
+  for (; at < stride; at += LANES) score<T, R, 1>(scores + at, queries, keys + at, stride, head_dim, ahead);
 }
 
 // Consecutive values of one block.
 template <class T> struct Run {
   const T* values;  // [count, head_dim]
   int count;
-  int at;  // place of the first one in the tile
+  int at;         // place of the first one in the tile
+  int64_t ahead;  // from these values to those that are read next
 };
 
 // sums[r][0 .. 8 C) += sum over keys of weights[r][key] * values[key][0 .. 8 C).
@@ -53,11 +66,20 @@ void weigh(float* sums, const float* weights, const Run<T>* runs, int num_runs, 
   for (int i = 0; i < num_runs; ++i) {
     const T* values = runs[i].values + column;
     const float* weight = weights + runs[i].at;
-    for (int t = 0; t < runs[i].count; ++t, values += head_dim, ++weight)
-      for (int c = 0; c < C; ++c) {
-        const Floats value = load(values + c * LANES);
-        for (int r = 0; r < R; ++r) total[r][c] += weight[r * TILE] * value;
+    for (int t = 0; t < runs[i].count; ++t, values += head_dim, ++weight) {
+      prefetch(values, runs[i].ahead, C * LANES);
+      if constexpr (R > 3) {  // whichever is fewer stays in registers: the values, or the weights
+        Floats value[C];
+        for (int c = 0; c < C; ++c) value[c] = load(values + c * LANES);
+        for (int r = 0; r < R; ++r)
+          for (int c = 0; c < C; ++c) total[r][c] += weight[r * TILE] * value[c];
+      } else {
+        for (int c = 0; c < C; ++c) {
+          const Floats value = load(values + c * LANES);
+          for (int r = 0; r < R; ++r) total[r][c] += weight[r * TILE] * value;
+        }
       }
+    }
   }
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < C; ++c) store(sums + r * head_dim + column + c * LANES, total[r][c]);

@@ -73,7 +73,7 @@ class CpuOperators:
         """`plain_rotate`.
 
         Args:
-            packed: [num_tokens, all heads, head_dim], a token's heads contiguous; head_dim is a multiple of 8.
+            packed: [num_tokens, all heads, head_dim], a token's heads contiguous; head_dim a multiple of 8.
             heads: how many of them are rotated.
             cos: float32 [num_tokens, 1, head_dim], contiguous.
             sin: like `cos`.

@@ -28,8 +28,8 @@ extern "C" {
 
 // residual += x, where x is not null; out = residual / sqrt(mean(residual^2) + eps) * weight. Rows of `width`, a
 // multiple of 8. The sum is rounded to the dtype before the norm is taken, as it is what later layers see.
-void tessera_add_rms_norm(void* residual, const void* x, const void* weight, void* out, int64_t rows, int32_t width, float eps,
-                          int32_t kind, int32_t threads) {
+void tessera_add_rms_norm(void* residual, const void* x, const void* weight, void* out, int64_t rows, int32_t width,
+                          float eps, int32_t kind, int32_t threads) {
   const Kind type = static_cast<Kind>(kind);
 #pragma omp parallel num_threads(team(rows * width, threads))
   {

@@ -45,7 +45,8 @@ TESSERA_INLINE Ints multiply_pairs(Shorts a, Shorts b) {
 template <int R>
 void tile(float* y, int64_t y_stride, const int16_t* x, int64_t stride, const float* x_scales, const int8_t* panel,
           const float* scales, int columns) {
-  Ints low[R] = {}, high[R] = {};
+  Ints low[R], high[R];
+  for (int r = 0; r < R; ++r) low[r] = high[r] = Ints{};
   for (int64_t k = 0; k < stride; k += 2, panel += 2 * COLUMNS) {
     const Shorts w0 = load_weights(panel), w1 = load_weights(panel + COLUMNS);
     for (int r = 0; r < R; ++r) {
@@ -116,18 +117,19 @@ void tessera_int8_pack(int8_t* to, const int8_t* weights, int64_t outputs, int64
 }
 
 // y [tokens, outputs] = x [tokens, inputs] times the packed weights times `scales` [outputs].
-void tessera_int8_linear(float* y, const float* x, const int8_t* packed, const float* scales, int64_t tokens, int64_t outputs,
-                         int64_t inputs, int32_t threads) {
+void tessera_int8_linear(float* y, const float* x, const int8_t* packed, const float* scales, int64_t tokens,
+                         int64_t outputs, int64_t inputs, int32_t threads) {
   thread_local Scratch scratch;
   const int64_t stride = round_up(inputs, 2), panels = round_up(outputs, COLUMNS) / COLUMNS;
   float* x_scales = scratch.floats(tokens + (tokens * stride + 1) / 2);
   int16_t* rows = reinterpret_cast<int16_t*>(x_scales + tokens);
   // No sum of `inputs` products of a weight and an activation leaves 32 bits.
-  const float largest = static_cast<float>(std::min<int64_t>(32767, 2147483647 / (127 * std::max<int64_t>(inputs, 1))));
+  const int64_t largest = std::min<int64_t>(32767, 2147483647 / (127 * std::max<int64_t>(inputs, 1)));
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < tokens; ++t) x_scales[t] = quantise(rows + t * stride, x + t * inputs, inputs, stride, largest);
+    for (int64_t t = 0; t < tokens; ++t)
+      x_scales[t] = quantise(rows + t * stride, x + t * inputs, inputs, stride, static_cast<float>(largest));
     for (int64_t block = 0; block < tokens; block += ROW_BLOCK) {
       const int64_t end = std::min<int64_t>(tokens, block + ROW_BLOCK);
 #pragma omp for schedule(static) nowait
@@ -135,8 +137,8 @@ void tessera_int8_linear(float* y, const float* x, const int8_t* packed, const f
         const int64_t column = panel * COLUMNS;
         const int columns = static_cast<int>(std::min<int64_t>(COLUMNS, outputs - column));
         for (int64_t t = block; t < end; t += ROWS)
-          tiles(static_cast<int>(std::min<int64_t>(ROWS, end - t)), y + t * outputs + column, outputs, rows + t * stride,
-                stride, x_scales + t, packed + column * stride, scales + column, columns);
+          tiles(static_cast<int>(std::min<int64_t>(ROWS, end - t)), y + t * outputs + column, outputs,
+                rows + t * stride, stride, x_scales + t, packed + column * stride, scales + column, columns);
       }
     }
   }

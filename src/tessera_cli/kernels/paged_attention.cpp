@@ -43,7 +43,8 @@ void add_task(Plan& plan, const Task& task) {
   plan.cost_before.push_back(plan.cost_before.back() + cost);
 }
 
-void plan_rows(Plan& plan, const Layer& layer, int seq, int kv_head, int first_row, int num_rows, bool split, int context) {
+void plan_rows(Plan& plan, const Layer& layer, int seq, int kv_head, int first_row, int num_rows, bool split,
+               int context) {
   const int group = layer.num_heads / layer.num_kv_heads;
   const int end = context + (first_row + num_rows - 1) / group + 1;
   const int first_limit = context + first_row / group + 1;
@@ -53,8 +54,8 @@ void plan_rows(Plan& plan, const Layer& layer, int seq, int kv_head, int first_r
     return add_task(plan, {seq, kv_head, first_row, num_rows, begin, end, -1});
   plan.merges.push_back({seq, kv_head, num_rows, end_split - first_split, plan.parts_size});
   for (int index = first_split; index < end_split; ++index) {
-    add_task(plan, {seq, kv_head, first_row, num_rows, std::max(begin, index * SPLIT), std::min(end, (index + 1) * SPLIT),
-                    plan.parts_size});
+    const int from = std::max(begin, index * SPLIT), to = std::min(end, (index + 1) * SPLIT);
+    add_task(plan, {seq, kv_head, first_row, num_rows, from, to, plan.parts_size});
     plan.parts_size += part_size(num_rows, layer.head_dim);
   }
 }
@@ -119,7 +120,8 @@ void run_task(const Layer& layer, const Step& step, const Task& task, const Rows
   }
 }
 
-void merge_row(const Layer& layer, const Step& step, const Merge& merge, int row, const Rows& q, void* out, const float* parts) {
+void merge_row(const Layer& layer, const Step& step, const Merge& merge, int row, const Rows& q, void* out,
+               const float* parts) {
   thread_local Scratch scratch;
   const int dim = layer.head_dim;
   float* sums = scratch.floats(dim);
@@ -167,8 +169,8 @@ int32_t tessera_cpu_level() {
 }
 
 // `kind` is that of q, k, v and out. Strides are those of a token, in elements; out is contiguous.
-void tessera_attend(const Layer* layer, const Step* step, const void* q, int64_t q_stride, const void* k, int64_t k_stride,
-                    const void* v, int64_t v_stride, void* out, int32_t kind, int32_t threads) {
+void tessera_attend(const Layer* layer, const Step* step, const void* q, int64_t q_stride, const void* k,
+                    int64_t k_stride, const void* v, int64_t v_stride, void* out, int32_t kind, int32_t threads) {
   thread_local Plan plan;
   thread_local Scratch part_scratch;
   make_plan(plan, *layer, *step);
