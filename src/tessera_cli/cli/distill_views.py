@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tessera_cli.distill.plan import Plan
     from tessera_cli.distill.run_status import RunStatus
     from tessera_cli.recipe.loader import LoadedRecipe
+    from tessera_cli.recipe.student_section import StudentSection
 
 WIDTH = 80
 RUN_COLUMNS = ("run", "status", "step", "KL", "agreement", "student")
@@ -31,14 +32,22 @@ _FIGURES = {
 def run_header(loaded: "LoadedRecipe", run_dir: Path) -> dict[str, str]:
     """What the training view tells first."""
     recipe = loaded.recipe
-    layers = recipe.student.layers
-    depth = len(layers) if isinstance(layers, list) else recipe.student.num_hidden_layers
     return {
         "run": str(run_dir),
         "teacher": recipe.teacher.model,
-        "student": f"{depth} layers, {'listed' if isinstance(layers, list) else layers}",
+        "student": _student_in_words(recipe.student),
         "loss": f"{recipe.loss.kind} at temperature {recipe.loss.temperature:g}",
     }
+
+
+def _student_in_words(student: "StudentSection") -> str:
+    if student.init == "checkpoint":
+        return f"from {student.model}"
+    layers = student.layers
+    depth = len(layers) if isinstance(layers, list) else student.num_hidden_layers
+    which = {"config": "random"}.get(student.init, "listed" if isinstance(layers, list) else layers or "")
+    narrow = ", narrowed" if student.init == "width" else ""
+    return f"{depth or 'all'} layers, {which}".removesuffix(", ") + narrow
 
 
 def show_plan(loaded: "LoadedRecipe", output: Output, settings: Settings) -> None:
@@ -62,11 +71,13 @@ def plan_lines(loaded: "LoadedRecipe", plan: "Plan") -> list[str]:
         ("KV cache/token", _size(teacher.kv_bytes_per_token), _size(student.kv_bytes_per_token)),
     ]
     layers = "the most important, chosen at the start" if plan.layers is None else _series(plan.layers)
+    starts = {"config": "random weights", "checkpoint": loaded.recipe.student.model or ""}
     memory = plan.memory
     total_flop = plan.gflop_per_token * 1e9 * plan.num_tokens
     facts = [
         ("teacher", str(plan.teacher_path)),
-        ("layers kept", layers),
+        ("layers kept", layers) if plan.layers != () else None,
+        ("starts from", starts[init]) if (init := loaded.recipe.student.init) in starts else None,
         ("documents", f"{plan.num_documents:,} to train on, {plan.num_eval_documents:,} held out"),
         ("too long", f"{plan.num_too_long:,} documents are skipped") if plan.num_too_long else None,
         ("training", f"{plan.num_steps:,} steps, {plan.num_epochs:.3g} epochs"),

@@ -2,19 +2,19 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from tessera_cli.distill.data import Corpus, load_corpus
-from tessera_cli.distill.layer_choice import check_depth, even_layers, listed_layers
 from tessera_cli.distill.packing import StepPlan
 from tessera_cli.distill.sources import check_file
+from tessera_cli.distill.student_config import StudentShape, fingerprint_model, student_shape
 from tessera_cli.errors import ModelError, UsageError
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.source import Notify, resolve_model
 from tessera_cli.models.tokenizer import Tokenizer
 from tessera_cli.recipe.loader import dump_recipe
-from tessera_cli.recipe.schema import DataSource, Recipe, StudentSection
+from tessera_cli.recipe.schema import DataSource, Recipe
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,27 +27,19 @@ class Teacher:
 
     def fingerprint(self) -> str:
         """SHA-256 over the configuration and the weight files."""
-        digest = hashlib.sha256()
-        for file in sorted([self.path / "config.json", *self.path.glob("*.safetensors")]):
-            with file.open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
-        return digest.hexdigest()
+        return fingerprint_model(self.path)
 
 
 @dataclass(frozen=True, eq=False)
 class RunInputs:
-    """A recipe with its teacher, its documents and every step; `layers` is None where importance decides."""
+    """A recipe with its teacher, its student's shape, its documents and every step."""
 
     recipe: Recipe
     teacher: Teacher
+    student: StudentShape
     train: Corpus
     eval: Corpus
     steps: StepPlan
-    layers: tuple[int, ...] | None
-
-    @property
-    def student_config(self) -> ModelConfig:
-        return replace(self.teacher.config, num_hidden_layers=student_depth(self.recipe.student))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -56,7 +48,7 @@ class RunInputs:
 
     def fingerprints(self) -> dict[str, str]:
         """Hashes of all that decides the weights: a resumed run must find the same."""
-        return {
+        return self.student.fingerprints() | {
             "recipe": hashlib.sha256(dump_recipe(self.recipe).encode()).hexdigest(),
             "teacher": self.teacher.fingerprint(),
             "tokenizer": self.teacher.tokenizer.fingerprint(),
@@ -79,7 +71,7 @@ def read_inputs(recipe: Recipe, *, home: Path, offline: bool, notify: Notify | N
     for source in (*recipe.data.train, *recipe.data.eval):
         check_file(Path(source.path))
     teacher = find_teacher(recipe, home=home, offline=offline, notify=notify)
-    layers = _layers(recipe.student, teacher.config.num_hidden_layers)
+    student = find_student(recipe, teacher, home=home, offline=offline, notify=notify)
     train = read_split(recipe, recipe.data.train, teacher.tokenizer)
     held_out = read_split(recipe, recipe.data.eval, teacher.tokenizer)
     steps = StepPlan.of(
@@ -89,7 +81,7 @@ def read_inputs(recipe: Recipe, *, home: Path, offline: bool, notify: Notify | N
         train=recipe.train,
         seed=recipe.seed,
     )
-    return RunInputs(recipe, teacher, train, held_out, steps, layers)
+    return RunInputs(recipe, teacher, student, train, held_out, steps)
 
 
 def find_teacher(recipe: Recipe, *, home: Path, offline: bool, notify: Notify | None = None) -> Teacher:
@@ -99,13 +91,19 @@ def find_teacher(recipe: Recipe, *, home: Path, offline: bool, notify: Notify | 
     num_ids, num_rows = teacher.tokenizer.vocab_size, teacher.config.vocab_size
     if num_ids > num_rows:
         raise ModelError(f"the tokenizer of {path} has {num_ids} ids, its model only {num_rows}")
-    positions = teacher.config.max_position_embeddings
-    if recipe.data.max_seq_len > positions:
-        raise UsageError(
-            f"data.max_seq_len is {recipe.data.max_seq_len}, but the teacher has {positions} positions",
-            hint=f"lower `data.max_seq_len` to {positions}",
-        )
+    _check_positions(recipe, teacher.config, "teacher")
     return teacher
+
+
+def find_student(
+    recipe: Recipe, teacher: Teacher, *, home: Path, offline: bool, notify: Notify | None = None
+) -> StudentShape:
+    """The shape of the recipe's student, with errors as `read_inputs`."""
+    student = student_shape(
+        recipe.student, teacher.config, teacher.tokenizer, home=home, offline=offline, notify=notify
+    )
+    _check_positions(recipe, student.config, "student")
+    return student
 
 
 def read_split(recipe: Recipe, sources: Sequence[DataSource], tokenizer: Tokenizer) -> Corpus:
@@ -113,20 +111,10 @@ def read_split(recipe: Recipe, sources: Sequence[DataSource], tokenizer: Tokeniz
     return load_corpus(sources, tokenizer, max_seq_len=recipe.data.max_seq_len, train_on=recipe.data.train_on)
 
 
-def student_depth(student: StudentSection) -> int:
-    """How many layers the student has."""
-    if isinstance(student.layers, list):
-        return len(student.layers)
-    if student.num_hidden_layers is None:
-        raise ValueError("a checked recipe has num_hidden_layers")
-    return student.num_hidden_layers
-
-
-def _layers(student: StudentSection, num_teacher_layers: int) -> tuple[int, ...] | None:
-    if isinstance(student.layers, list):
-        return tuple(listed_layers(num_teacher_layers, student.layers))
-    depth = student_depth(student)
-    if student.layers == "even":
-        return tuple(even_layers(num_teacher_layers, depth))
-    check_depth(num_teacher_layers, depth)
-    return None
+def _check_positions(recipe: Recipe, config: ModelConfig, who: str) -> None:
+    positions = config.max_position_embeddings
+    if recipe.data.max_seq_len > positions:
+        raise UsageError(
+            f"data.max_seq_len is {recipe.data.max_seq_len}, but the {who} has {positions} positions",
+            hint=f"lower `data.max_seq_len` to {positions}",
+        )

@@ -10,7 +10,7 @@ from typing import Any
 from tessera_cli.distill.checkpoint import latest_checkpoint, load_checkpoint
 from tessera_cli.distill.evaluate import Evaluator, held_out_batches
 from tessera_cli.distill.events import Evaluated, Event, Listener, Note, StageStarted, TrainStep
-from tessera_cli.distill.inputs import RunInputs, find_teacher, read_inputs, read_split
+from tessera_cli.distill.inputs import RunInputs, find_student, find_teacher, read_inputs, read_split
 from tessera_cli.distill.report import Report, draw_curve, render_report
 from tessera_cli.distill.run_directory import (
     RunDirectory,
@@ -22,14 +22,18 @@ from tessera_cli.distill.run_directory import (
 )
 from tessera_cli.distill.run_status import read_run
 from tessera_cli.distill.samples import compare
-from tessera_cli.distill.student import build_student, choose_layers
+from tessera_cli.distill.student_start import StudentStart, decide_start, start_student
 from tessera_cli.distill.trainer import Trainer
 from tessera_cli.distill.training import train
+from tessera_cli.distill.width_pruning import read_width, width_as_json
 from tessera_cli.engine.sizing import select_device
 from tessera_cli.errors import RunError, UsageError
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.loader import load_decoder, save_decoder, select_dtype
 from tessera_cli.recipe.loader import LoadedRecipe, load_recipe
+from tessera_cli.recipe.schema import Recipe
+
+WIDTH_FILE = "width.json"
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,8 @@ def evaluate_run(
     listener(StageStarted("evaluate"))
     source = find_teacher(recipe, home=home, offline=offline)
     held_out = read_split(recipe, recipe.data.eval, source.tokenizer)
-    now = {"teacher": source.fingerprint(), "data.eval": held_out.fingerprint()}
+    shape = find_student(recipe, source, home=home, offline=offline)
+    now = {**shape.fingerprints(), "teacher": source.fingerprint(), "data.eval": held_out.fingerprint()}
     changed = [name for name, value in now.items() if status.fingerprints[name] != value]
     if changed:
         raise UsageError(
@@ -130,7 +135,10 @@ def evaluate_run(
         rows_per_batch=recipe.train.micro_batch_size,
     )
     evaluator = Evaluator(teacher, batches, chunk_tokens=recipe.train.loss_chunk_tokens)
-    start = evaluator.evaluate(build_student(teacher, status.layers), step=0)
+    untrained = start_student(
+        teacher, shape, _recorded_start(run_dir, status.layers, recipe), seed=recipe.seed
+    )
+    start = evaluator.evaluate(untrained, step=0)
     student = load_decoder(status.export, dtype=select_dtype("float32", "float32", device), device=device)
     return {"start": asdict(start), "student": asdict(evaluator.evaluate(student, step=status.step))}
 
@@ -139,10 +147,7 @@ def _run_stages(run: RunDirectory, inputs: RunInputs, listener: Listener, device
     recipe = inputs.recipe
     dtype = select_dtype(recipe.teacher.dtype, inputs.teacher.config.dtype, device)
     teacher = load_decoder(inputs.teacher.path, dtype=dtype, device=device)
-    if run.status.layers is None:
-        run.update(layers=tuple(inputs.layers or choose_layers(teacher, inputs)))
-    layers = run.status.layers or ()
-    student = build_student(teacher, layers)
+    student = start_student(teacher, inputs.student, _start(run, teacher, inputs), seed=recipe.seed)
 
     def record(event: Event) -> None:
         if isinstance(event, TrainStep | Evaluated):
@@ -183,6 +188,22 @@ def _run_stages(run: RunDirectory, inputs: RunInputs, listener: Listener, device
         start=start,
         end=end,
     )
+
+
+def _start(run: RunDirectory, teacher: Decoder, inputs: RunInputs) -> StudentStart:
+    """What importance decided when the run began: a resumed run must not decide anew."""
+    if run.status.layers is not None:
+        return _recorded_start(run.path, run.status.layers, inputs.recipe)
+    start = decide_start(teacher, inputs)
+    if start.width is not None:
+        write_text(run.path / WIDTH_FILE, width_as_json(start.width))
+    run.update(layers=start.layers)
+    return start
+
+
+def _recorded_start(run_dir: Path, layers: tuple[int, ...], recipe: Recipe) -> StudentStart:
+    width = read_width(run_dir / WIDTH_FILE) if recipe.student.init == "width" else None
+    return StudentStart(layers, width)
 
 
 def _restore(run: RunDirectory, trainer: Trainer, listener: Listener) -> None:

@@ -1,6 +1,6 @@
 """What a recipe comes to, told before any weight is loaded."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,9 @@ class Plan:
     """A run before it runs.
 
     `layers` are the teacher's layers that the student starts with, None where their importance decides at
-    the start of the run. `gflop_per_token` is a training step's: 6 FLOP per multiplied parameter of the
-    student, 2 of the teacher. `notes` say what is left out.
+    the start of the run, () where it starts with none of them. KV bytes are those of the stored dtype, the
+    student's as it is exported. `gflop_per_token` is a training step's: 6 FLOP per multiplied parameter of
+    the student, 2 of the teacher. `notes` say what is left out.
     """
 
     name: str
@@ -81,13 +82,14 @@ def plan_recipe(recipe: LoadedRecipe, *, home: Path, offline: bool, notify: Noti
         UsageError: whatever would stop the run before its first step.
     """
     inputs = read_inputs(recipe.recipe, home=home, offline=offline, notify=notify)
-    teacher, student = inputs.teacher.config, inputs.student_config
+    teacher, student = inputs.teacher.config, inputs.student.config
+    exported = teacher.dtype if inputs.recipe.export.dtype == "auto" else inputs.recipe.export.dtype
     return Plan(
         name=inputs.recipe.name,
         teacher_path=inputs.teacher.path,
         teacher=_figures(teacher),
-        student=_figures(student),
-        layers=inputs.layers,
+        student=_figures(replace(student, dtype=exported)),
+        layers=inputs.student.layers,
         num_documents=len(inputs.train.documents),
         num_eval_documents=len(inputs.eval.documents),
         num_too_long=inputs.train.num_too_long + inputs.eval.num_too_long,

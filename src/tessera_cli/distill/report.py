@@ -104,11 +104,21 @@ def _summary(report: Report) -> str:
     terms = [f"{loss.kd_weight:g} × {loss.kind} at T={loss.temperature:g}"] if loss.kd_weight else []
     terms += [f"{loss.ce_weight:g} × cross-entropy"] if loss.ce_weight else []
     return (
-        f"A student of {len(report.layers)} layers, started from the layers "
-        f"{', '.join(map(str, report.layers))} of `{recipe.teacher.model}` "
+        f"A student of {report.student.num_hidden_layers} layers, {_start(report)} `{recipe.teacher.model}` "
         f"({report.teacher.num_hidden_layers} layers), trained by {' + '.join(terms)} for {last.step:,} "
         f"steps: {last.tokens:,} tokens, {last.supervised_tokens:,} of them supervised."
     )
+
+
+def _start(report: Report) -> str:
+    """Where the student's first weights came from, up to the teacher's name."""
+    layers = ", ".join(map(str, report.layers))
+    return {
+        "teacher_layers": f"started from the layers {layers} of",
+        "width": f"cut to {report.student.hidden_size} channels from the layers {layers} of",
+        "config": "started from random weights under the teacher",
+        "checkpoint": f"started from `{report.recipe.student.model}` under the teacher",
+    }[report.recipe.student.init]
 
 
 def _figures(report: Report) -> str:

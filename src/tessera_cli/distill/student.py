@@ -1,49 +1,28 @@
 """The student: some of the teacher's layers, with the teacher's embeddings, norm and head."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tessera_cli.distill.data import TrainBatch, build_batch
-from tessera_cli.distill.inputs import RunInputs, student_depth
-from tessera_cli.distill.layer_choice import important_layers
+from tessera_cli.distill.data import TrainBatch
 from tessera_cli.kernels.packed import PackedAttention
 from tessera_cli.models.decoder import Decoder
 
-CALIBRATION_TOKENS = 4_096
-
 
 def build_student(teacher: Decoder, layers: Sequence[int]) -> Decoder:
-    """A float32 decoder of the teacher's `layers` (increasing, from 0); its tensors are copies.
+    """A float32 decoder of the teacher's `layers` (increasing, from 0), each with its window and rotation.
 
-    All layers give the teacher's own logits.
+    Its tensors are copies. All layers give the teacher's own logits.
     """
     device = teacher.head_weight.device
-    student = Decoder(
-        replace(teacher.config, num_hidden_layers=len(layers)), dtype=torch.float32, device=device
-    )
+    student = Decoder(teacher.config.with_layers(layers), dtype=torch.float32, device=device)
     source = teacher.state_dict()
     with torch.no_grad():
         for name, target in student.state_dict().items():
             target.copy_(source[_teacher_name(name, layers)])
     return student
-
-
-def choose_layers(teacher: Decoder, inputs: RunInputs) -> list[int]:
-    """The teacher's most important layers, judged on the documents of the first steps of the run."""
-    documents = inputs.train.documents
-    micro_batches = (micro_batch for step in inputs.steps.steps() for micro_batch in step)
-    batches: list[TrainBatch] = []
-    num_tokens = 0
-    for micro_batch in micro_batches:
-        if num_tokens >= CALIBRATION_TOKENS:
-            break
-        batches.append(build_batch(documents[i] for row in micro_batch for i in row))
-        num_tokens += len(batches[-1].input_ids)
-    return important_layers(layer_importance(teacher, batches), student_depth(inputs.recipe.student))
 
 
 @torch.inference_mode()

@@ -153,9 +153,10 @@ def _make_paths_absolute(document: Document, recipe_dir: Path, overridden: set[K
             document.problems.append(Problem(where, dotted(path), f"no path: {error}"))
 
     value = document.value
-    teacher = value.get("teacher")
-    if isinstance(teacher, dict) and not str(teacher.get("model")).startswith("package:"):
-        absolute(teacher, "model", ("teacher", "model"), may_be_hub_id=True)
+    for section in ("teacher", "student"):
+        node = value.get(section)
+        if isinstance(node, dict) and not str(node.get("model")).startswith("package:"):
+            absolute(node, "model", (section, "model"), may_be_hub_id=True)
     data = value.get("data")
     for split in ("train", "eval"):
         sources = data.get(split) if isinstance(data, dict) else None

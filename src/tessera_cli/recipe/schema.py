@@ -1,34 +1,22 @@
 """What a recipe may say: strict, frozen models; every key, its type, its bounds and its default."""
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StrictBool,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import Field, StrictBool, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
-
-def _not_bool(value: Any) -> Any:
-    # Python counts True as 1; in a recipe it is never a number.
-    if isinstance(value, bool):
-        raise PydanticCustomError("bool_as_number", "a flag is not a number")
-    return value
-
-
-Number = BeforeValidator(_not_bool)
-NonNegativeInt = Annotated[int, Field(ge=0), Number]
-PositiveInt = Annotated[int, Field(ge=1), Number]
-PositiveFloat = Annotated[float, Field(gt=0), Number]
-NonNegativeFloat = Annotated[float, Field(ge=0), Number]
-Text = Annotated[str, Field(min_length=1)]
+from tessera_cli.recipe.section import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Text,
+    problem,
+)
+from tessera_cli.recipe.student_section import StudentSection
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -39,18 +27,6 @@ LossKind = Literal["forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_k
 DEFAULT_MIXTURE_WEIGHT: dict[str, float] = {"jsd": 0.5, "skew_kl": 0.1, "skew_reverse_kl": 0.9}
 
 
-def _problem(message: str) -> PydanticCustomError:
-    return PydanticCustomError("recipe", "{message}", {"message": message})
-
-
-class Section(BaseModel):
-    """A mapping of a recipe; unknown keys are errors and nothing changes after loading."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, validate_default=True
-    )
-
-
 class TeacherSection(Section):
     """The model to learn from."""
 
@@ -58,39 +34,6 @@ class TeacherSection(Section):
     """A model directory, a hub id, a .gguf file or package:IMPORT_NAME/FILE.gguf."""
     dtype: TeacherDtype = "auto"
     """The type its weights are computed in; auto is the stored one where the device is quick at it."""
-
-
-class StudentSection(Section):
-    """The model to train, cut from the teacher."""
-
-    init: Literal["teacher_layers"] = "teacher_layers"
-    """Where the first weights come from: some of the teacher's layers, its embeddings and its head."""
-    layers: Literal["even", "importance"] | list[NonNegativeInt] = "even"
-    """Which teacher layers: evenly spread, the ones that change the hidden state most, or a list, from 0."""
-    num_hidden_layers: PositiveInt | None = None
-    """How many layers; required unless `layers` is a list."""
-
-    @field_validator("layers", mode="before")
-    @classmethod
-    def _layers(cls, value: Any) -> Any:
-        if isinstance(value, list):
-            if not value or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in value):
-                raise _problem(f"expected layer numbers from 0, got {value}")
-            if sorted(set(value)) != value:
-                raise _problem(f"layer numbers must increase, got {value}")
-        elif value not in ("even", "importance"):
-            raise _problem(f'expected "even", "importance" or a list of layer numbers, got {value!r}')
-        return value
-
-    @field_validator("num_hidden_layers")
-    @classmethod
-    def _num_hidden_layers(cls, value: int | None, info: ValidationInfo) -> int | None:
-        layers = info.data.get("layers")
-        if isinstance(layers, str) and value is None:
-            raise _problem(f"required with `layers: {layers}`")
-        if isinstance(layers, list) and value not in (None, len(layers)):
-            raise _problem(f"{value} disagrees with the {len(layers)} layers listed in `layers`")
-        return value
 
 
 class DataSource(Section):
@@ -138,14 +81,14 @@ class LossSection(Section):
         if kind is None:
             return value
         if value is not None and kind not in DEFAULT_MIXTURE_WEIGHT:
-            raise _problem(f"`kind: {kind}` has no mixture, only {', '.join(DEFAULT_MIXTURE_WEIGHT)}")
+            raise problem(f"`kind: {kind}` has no mixture, only {', '.join(DEFAULT_MIXTURE_WEIGHT)}")
         return DEFAULT_MIXTURE_WEIGHT.get(kind) if value is None else value
 
     @field_validator("ce_weight")
     @classmethod
     def _some_weight(cls, value: float, info: ValidationInfo) -> float:
         if value == 0 and info.data.get("kd_weight") == 0:
-            raise _problem("`kd_weight` and `ce_weight` are both 0, nothing would be learnt")
+            raise problem("`kd_weight` and `ce_weight` are both 0, nothing would be learnt")
         return value
 
 
@@ -183,7 +126,7 @@ class TrainSection(Section):
         given = [name for name in lengths if getattr(self, name) is not None]
         if len(given) != 1:
             found = f"got {' and '.join(given)}; set the others to null" if given else "got none"
-            raise _problem(f"expected exactly one of {', '.join(lengths)}, {found}")
+            raise problem(f"expected exactly one of {', '.join(lengths)}, {found}")
         return self
 
 

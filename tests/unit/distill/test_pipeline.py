@@ -399,7 +399,7 @@ def test_a_student_of_important_layers_resumes_with_the_same_layers(run, recipe_
         run(recipe, tmp_path / "run", listener=stop_at(lambda e: isinstance(e, TrainStep)))
     layers = read_run(tmp_path / "run").layers
     assert len(layers) == 2
-    monkeypatch.setattr(pipeline, "choose_layers", None)
+    monkeypatch.setattr(pipeline, "decide_start", None)
     run(recipe, tmp_path / "run", resume=True)
     assert read_run(tmp_path / "run").layers == layers
 

@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from tessera_cli.errors import RecipeError
-from tessera_cli.recipe.loader import load_recipe
+from tessera_cli.recipe.loader import dump_recipe, load_recipe
 from tessera_cli.recipe.schema import LossSection, Recipe
 from tessera_cli.recipe.suggest import OTHER_NAMES, key_schemas
 
@@ -32,6 +32,14 @@ Write = Callable[[str], Path]
         (["student.layers=[-1,1]"], "expected layer numbers from 0"),
         (["student.layers=[true,2]"], "expected layer numbers from 0"),
         (["student.layers=[]"], "expected layer numbers from 0"),
+        (["student.model=org/model"], "`init: teacher_layers` has no use for it"),
+        (["student.hidden_size=64"], "`init: teacher_layers` has no use for it"),
+        (["student={init: checkpoint}"], "required with `init: checkpoint`"),
+        (["student={init: checkpoint, model: org/m, num_hidden_layers: 2}"], "only for model"),
+        (["student={init: config, layers: even}"], "`init: config` has no use for it"),
+        (["student={init: width}"], "needs one of hidden_size"),
+        (["student={init: width, num_hidden_layers: 2, hidden_size: 8}"], "needs `layers: even` or"),
+        (["student={init: width, layers: even, hidden_size: 8}"], "required with `layers: even`"),
         (["student.layers=odd"], 'expected "even", "importance" or a list of layer numbers'),
         (["name=../up"], "expected letters, digits"),
         (["data.max_seq_len=1"], "expected an integer ≥ 2, got 1"),
@@ -50,6 +58,28 @@ def test_what_makes_no_sense_together_is_refused(
 def test_a_layer_list_needs_no_count(write: Write, sound: str) -> None:
     recipe = load_recipe(write(sound), ["student.layers=[0,5]", "student.num_hidden_layers=null"]).recipe
     assert recipe.student.layers == [0, 5]
+
+
+def test_a_resolved_student_reads_back_equal(write: Write, sound: str, tmp_path: Path) -> None:
+    for section in (
+        "{num_hidden_layers: 2}",
+        "{init: width, hidden_size: 8}",
+        "{init: width, layers: importance, num_hidden_layers: 2, num_attention_heads: 8}",
+        "{init: width, layers: [0, 5], intermediate_size: 8}",
+        "{init: config}",
+        "{init: config, model: ./x, hidden_size: 8, num_hidden_layers: 40}",
+        "{init: checkpoint, model: org/model}",
+    ):
+        recipe = load_recipe(write(sound), [f"student={section}"]).recipe
+        (tmp_path / "resolved.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+        assert load_recipe(tmp_path / "resolved.yaml").recipe == recipe
+
+
+def test_a_students_model_is_found_from_the_recipe(write: Write, sound: str, tmp_path: Path) -> None:
+    path = write(sound)
+    recipe = load_recipe(path, ["student={init: checkpoint, model: ./mine}"]).recipe
+    assert recipe.student.model == str(Path.cwd() / "mine")
+    assert load_recipe(path, ["student={init: config, model: org/m}"]).recipe.student.model == "org/m"
 
 
 def test_the_mixture_defaults_to_its_kinds_own_weight() -> None:

@@ -1,0 +1,92 @@
+"""How active the teacher's channels, neurons and heads are on documents of the run."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tessera_cli.distill.data import TrainBatch
+from tessera_cli.distill.student import forward_batch
+from tessera_cli.models.decoder import Decoder
+from tessera_cli.models.layers import RMSNorm
+
+Record = Callable[[str, Tensor], None]
+
+
+@dataclass(frozen=True, eq=False)
+class ActivationImportance:
+    """Scores in float64 on the CPU; more is more important.
+
+    Attributes:
+        hidden: [hidden], of the hidden state's channels, summed over the norms.
+        neurons: [layers, intermediate], of what enters `down_proj`.
+        heads: [layers, query heads], of what enters `o_proj`.
+    """
+
+    hidden: Tensor
+    neurons: Tensor
+    heads: Tensor
+
+
+@torch.inference_mode()
+def activation_importance(teacher: Decoder, batches: Iterable[TrainBatch]) -> ActivationImportance:
+    """Minitron's importance (arXiv 2407.14679): the mean of |activation| over a document, L2 over documents.
+
+    Channels are judged behind each norm of hidden states, a head by the L2 norm of its output.
+    """
+    squares: dict[str, Tensor] = {}
+    for batch in batches:
+        lengths = torch.tensor(batch.cu_seqlens).diff()
+        documents = torch.arange(len(lengths)).repeat_interleave(lengths)
+
+        def record(
+            name: str, values: Tensor, documents: Tensor = documents, lengths: Tensor = lengths
+        ) -> None:
+            sums = values.new_zeros(len(lengths), values.shape[1]).double()
+            sums.index_add_(0, documents.to(values.device), values.double())
+            square = (sums.cpu() / lengths[:, None]).square().sum(0)
+            squares[name] = squares[name] + square if name in squares else square
+
+        with _recording(teacher, record):
+            forward_batch(teacher, batch)
+    scores = {name: square.sqrt() for name, square in squares.items()}
+    layers = range(len(teacher.layers))
+    return ActivationImportance(
+        hidden=torch.stack([score for name, score in scores.items() if name.endswith("norm")]).sum(0),
+        neurons=torch.stack([scores[f"layers.{layer}.down_proj"] for layer in layers]),
+        heads=torch.stack([scores[f"layers.{layer}.o_proj"] for layer in layers]),
+    )
+
+
+@contextmanager
+def _recording(teacher: Decoder, record: Record) -> Iterator[None]:
+    """Call `record(module name, magnitudes [num_tokens, n])` for each part of the teacher that is judged."""
+    with ExitStack() as hooks:
+        for name, module in teacher.named_modules():
+            part = name.rpartition(".")[2]
+            if part == "down_proj":
+                handle = module.register_forward_pre_hook(_on_input(name, record, 1))
+            elif part == "o_proj":
+                handle = module.register_forward_pre_hook(_on_input(name, record, teacher.config.head_dim))
+            elif isinstance(module, RMSNorm) and part not in ("q_norm", "k_norm"):
+                handle = module.register_forward_hook(_on_output(name, record))
+            else:
+                continue
+            hooks.callback(handle.remove)
+        yield
+
+
+def _on_input(name: str, record: Record, group: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        record(name, arguments[0].float().unflatten(1, (-1, group)).norm(dim=-1))
+
+    return hook
+
+
+def _on_output(name: str, record: Record) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+    def hook(_: nn.Module, __: tuple[Tensor, ...], output: Tensor) -> None:
+        record(name, output.float().abs())
+
+    return hook
