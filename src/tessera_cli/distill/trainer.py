@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from tessera_cli.distill.checkpoint import TrainerState
 from tessera_cli.distill.events import Listener, Note, TrainStep
-from tessera_cli.distill.losses import DistillationSums, chunked_distillation_loss
+from tessera_cli.distill.losses import DistillationSums
 from tessera_cli.distill.optimizer import adamw, learning_rate
+from tessera_cli.distill.teacher_cache.targets import Targets
+from tessera_cli.distill.teacher_side import CachedTeacher, OnlineTeacher, TeacherSide
 from tessera_cli.errors import ModelError, RunError, UsageError
 from tessera_cli.kernels.packed import PackedAttention
 from tessera_cli.recipe.schema import LossSection, TrainSection
@@ -33,7 +35,7 @@ class Trainer:
 
     Args:
         student: float32 master weights, trained in place.
-        teacher: in its own dtype, put in eval mode and frozen.
+        teacher: in its own dtype, put in eval mode and frozen; or a cache of what it says.
         loss: the recipe's loss.
         train: the recipe's optimisation.
         num_steps: optimiser steps of the whole run, the length of the learning rate's schedule.
@@ -48,7 +50,7 @@ class Trainer:
     def __init__(
         self,
         student: "Decoder",
-        teacher: "Decoder",
+        teacher: "Decoder | CachedTeacher",
         *,
         loss: LossSection,
         train: TrainSection,
@@ -56,7 +58,8 @@ class Trainer:
         device: str,
         listener: Listener,
     ) -> None:
-        student_vocab, teacher_vocab = student.head_weight.shape[0], teacher.head_weight.shape[0]
+        side: TeacherSide = teacher if isinstance(teacher, CachedTeacher) else OnlineTeacher(teacher)
+        student_vocab, teacher_vocab = student.head_weight.shape[0], side.vocab_size
         if student_vocab != teacher_vocab:
             raise ModelError(
                 f"the student has {student_vocab} vocabulary rows and the teacher {teacher_vocab}",
@@ -73,8 +76,8 @@ class Trainer:
 
         self._accelerator = _single_process_accelerator(device)
         self._device = self._accelerator.device
-        self._teacher = teacher.to(self._device).eval().requires_grad_(False)
-        self._teacher_head = teacher.head_weight.detach().float()
+        self._teacher = side
+        self._teacher.to(self._device)
         self._student = student.to(self._device).train()
         self._adamw = adamw(student, train)
         module = _StudentLoss(
@@ -152,10 +155,9 @@ class Trainer:
         for batch in batches:
             packed = _Packed(batch, self._device)
             teacher_start = self._now()
-            with torch.inference_mode():
-                teacher_hidden = packed.supervised_hidden(self._teacher)
+            targets = self._teacher.targets(batch)
             teacher_seconds += self._now() - teacher_start
-            sums: DistillationSums = self._module(packed, teacher_hidden, self._teacher_head)
+            sums: DistillationSums = self._module(packed, targets)
             self._accelerator.backward(sums.loss / supervised)
             totals += torch.stack([value.detach() for value in sums])
         grad_norm = self._accelerator.clip_grad_norm_(self._module.parameters(), self._train.max_grad_norm)
@@ -227,15 +229,13 @@ class _StudentLoss(nn.Module):
         self.student = student
         self._loss, self._chunk_tokens, self._dtype = loss, chunk_tokens, dtype
 
-    def forward(self, packed: _Packed, teacher_hidden: Tensor, teacher_head: Tensor) -> DistillationSums:
+    def forward(self, packed: _Packed, targets: Targets) -> DistillationSums:
         mixed = self._dtype != torch.float32
-        with torch.autocast(teacher_hidden.device.type, dtype=self._dtype, enabled=mixed):
+        with torch.autocast(packed.target_ids.device.type, dtype=self._dtype, enabled=mixed):
             hidden = packed.supervised_hidden(self.student)
-        return chunked_distillation_loss(
+        return targets.loss(
             hidden,
             self.student.head_weight,
-            teacher_hidden,
-            teacher_head,
             packed.target_ids,
             loss=self._loss,
             chunk_tokens=self._chunk_tokens,

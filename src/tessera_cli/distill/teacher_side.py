@@ -1,0 +1,62 @@
+"""Where a trainer gets the teacher's side of the loss: from the teacher itself, or from a cache."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tessera_cli.distill.data import TrainBatch
+from tessera_cli.distill.student import forward_batch
+from tessera_cli.distill.teacher_cache.reader import CacheReader
+from tessera_cli.distill.teacher_cache.targets import HiddenTargets, Targets
+from tessera_cli.models.decoder import Decoder
+
+
+class TeacherSide(Protocol):
+    """A frozen teacher, as far as a trainer needs it."""
+
+    vocab_size: int
+
+    def to(self, device: torch.device) -> None:
+        """Move there what is in memory."""
+        ...
+
+    def targets(self, batch: TrainBatch) -> Targets:
+        """The teacher's side of the loss of `batch`."""
+        ...
+
+
+class OnlineTeacher:
+    """Runs the teacher, in its own dtype, in eval mode and frozen."""
+
+    def __init__(self, teacher: Decoder) -> None:
+        self.vocab_size = teacher.head_weight.shape[0]
+        self._teacher = teacher.eval().requires_grad_(False)
+        self._head = teacher.head_weight.detach().float()
+
+    def to(self, device: torch.device) -> None:
+        """See `TeacherSide.to`."""
+        self._teacher = self._teacher.to(device)
+        self._head = self._head.to(device)
+
+    @torch.inference_mode()
+    def targets(self, batch: TrainBatch) -> HiddenTargets:
+        """See `TeacherSide.targets`: chosen before the head, which is never run on other tokens."""
+        hidden = forward_batch(self._teacher, batch)
+        return HiddenTargets(hidden.index_select(0, batch.target_index.to(hidden.device)), self._head)
+
+
+class CachedTeacher:
+    """Reads a cache; of the teacher itself only its head (`[vocab, hidden]`) is in memory."""
+
+    def __init__(self, reader: CacheReader, head: Tensor) -> None:
+        self.vocab_size = head.shape[0]
+        self._reader, self._head = reader, head.detach().float()
+
+    def to(self, device: torch.device) -> None:
+        """See `TeacherSide.to`."""
+        self._head = self._head.to(device)
+
+    def targets(self, batch: TrainBatch) -> Targets:
+        """See `TeacherSide.targets`."""
+        return self._reader.targets(batch, self._head)
