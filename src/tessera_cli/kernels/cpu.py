@@ -118,7 +118,7 @@ class CpuAttention:
         q = self._checked(q, (num_tokens, spec.num_heads, spec.head_dim))
         k = self._checked(k, (num_tokens, spec.num_kv_heads, spec.head_dim))
         v = self._checked(v, (num_tokens, spec.num_kv_heads, spec.head_dim))
-        out = torch.empty(q.shape, dtype=self._dtype)
+        out = q.new_empty((num_tokens, spec.num_heads, spec.head_dim))
         self._functions.tessera_attend(
             self._pointers[layer],
             planned.pointer,
