@@ -216,9 +216,8 @@ class Engine:
     def snapshot(self) -> EngineSnapshot:
         """What every sequence and every block is at; between steps, as all else."""
         scheduler = self._scheduler
-        return take_snapshot(
-            scheduler.queues, scheduler.block_pool, self.stats(), replace(self._records.latencies)
-        )
+        latencies = self._records.latencies
+        return take_snapshot(scheduler.queues, scheduler.block_pool, self.stats(), latencies)
 
     def _take(
         self, output: SchedulerOutput, result: StepResult, finished: list[Sequence], *, started: float

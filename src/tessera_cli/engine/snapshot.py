@@ -1,7 +1,7 @@
 """The whole engine at one moment, for who watches it: every sequence and every block."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tessera_cli.engine.block_pool import BlockPool
 from tessera_cli.engine.queues import Queues
@@ -71,7 +71,7 @@ def take_snapshot(
     return EngineSnapshot(
         time.monotonic(),
         stats,
-        latencies,
+        replace(latencies),
         tuple(SequenceSnapshot.of(sequence) for sequence in (*queues.running, *queues.waiting)),
         pool.cached_blocks(),
     )
