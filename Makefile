@@ -56,7 +56,7 @@ gpu-check: setup
 	$(BIN)/python benchmarks/gpu_check.py
 
 shim-sanitizers: setup
-	$(BIN)/pytest -q tests/unit/kernels/test_cuda_shim.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/cuda_shim/check_faults.py
 
 bench: setup
 	$(BIN)/tessera bench --concurrency 1,8,64
