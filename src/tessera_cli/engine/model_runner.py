@@ -1,6 +1,6 @@
 """Runs what the scheduler chose: tokens and what the model thought of them come out, no sequence changes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
@@ -16,12 +16,15 @@ from tessera_cli.engine.sequence import SampleError, SequenceKey
 from tessera_cli.engine.step_result import PromptLogprobs, StepResult, TokenLogprobs
 from tessera_cli.engine.structured_output import Matcher
 from tessera_cli.errors import CapacityError
-from tessera_cli.kernels.backend import build_attention
+from tessera_cli.kernels.backend import build_attention, build_operators
 from tessera_cli.kernels.kv_cache import select_kv_cache_dtype
-from tessera_cli.models.causal_lm import CausalLM
+from tessera_cli.models.causal_lm import Attend, CausalLM
+from tessera_cli.models.decoder import Decoder
 
 # Logits are computed for so many rows at once at most: 64 MB for a vocabulary of 65,536 tokens.
 MAX_LOGITS_ROWS = 256
+
+Forward = Callable[[Tensor, Tensor, Attend], Tensor]
 
 _NO_MATCHERS: Mapping[SequenceKey, Matcher] = MappingProxyType({})
 
@@ -36,6 +39,11 @@ class ModelRunner:
     def __init__(self, model: CausalLM, config: EngineConfig, backend: str) -> None:
         weight = model.head_weight
         self._model = model
+        self._forward: Forward = model
+        if isinstance(model, Decoder):
+            sizes = model.config
+            widths = (sizes.hidden_size, sizes.intermediate_size, sizes.head_dim)
+            self._forward = partial(model, operators=build_operators(backend, widths))
         self._config = config
         self._device = weight.device
         self._eos_token_ids = frozenset(
@@ -72,7 +80,7 @@ class ModelRunner:
             self._attention.copy_blocks(output.block_copies)
         batch = build_batch(output, block_size=self._config.block_size, device=self._device)
         attend = partial(self._attention.attend, batch.metadata)
-        hidden = self._model(batch.input_ids, batch.positions, attend)
+        hidden = self._forward(batch.input_ids, batch.positions, attend)
         result = StepResult()
         self._sample(output, batch, hidden, matchers, result)
         self._score_prompts(output, batch, hidden, result)

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from tessera_cli.attention import AttentionLayer
 from tessera_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from tessera_cli.kernels.cpu_operators import CpuOperators
 
 NULL_BLOCK = 0
 SKIPPED_SLOT = -1
@@ -102,6 +105,21 @@ def build_attention(
         kv_cache_dtype=kv_cache_dtype,
         device=device,
     )
+
+
+def build_operators(name: str, widths: Sequence[int]) -> "CpuOperators | None":
+    """The compiled steps between a decoder's products that go with a backend, for vectors of `widths`.
+
+    None where there are none: plain torch then.
+    """
+    if name != "cpu":
+        return None
+    from tessera_cli.kernels.cpu_library import CpuLibrary, load_library
+    from tessera_cli.kernels.cpu_operators import WIDTH_MULTIPLE, CpuOperators
+
+    library = load_library()
+    fits = all(width % WIDTH_MULTIPLE == 0 for width in widths)
+    return CpuOperators(library) if fits and isinstance(library, CpuLibrary) else None
 
 
 def _sizes_obstacle(layers: Sequence[AttentionLayer], block_size: int | None) -> str | None:

@@ -8,6 +8,7 @@ from tessera_cli.attention import AttentionLayer
 from tessera_cli.models.causal_lm import Attend
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.layers import DecoderLayer, RMSNorm
+from tessera_cli.models.operators import Operators, TorchOperators
 from tessera_cli.models.rope import RotaryTable, inverse_frequencies, rotary_table
 
 
@@ -48,17 +49,25 @@ class Decoder(nn.Module):
         """The output projection `[vocab, hidden]`: the embedding itself where the two are tied."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        operators: Operators | None = None,
+    ) -> Tensor:
         """Final hidden states `[num_tokens, hidden]` of `input_ids` and `positions` `[num_tokens]`.
 
-        They are normed, and divided by `logits_divisor`: times `head_weight` they are the logits.
+        They are normed, and divided by `logits_divisor`: times `head_weight` they are the logits. Without
+        `operators` all is plain torch, which has gradients.
         """
+        operators = operators or TorchOperators()
         table = self._rotary_table(positions)
         x = self.embed_tokens(input_ids)
         if self.config.embedding_multiplier != 1.0:
             x = x * self.config.embedding_multiplier
         for index, layer in enumerate(self.layers):
-            x = layer(index, x, table, attend)
+            x = layer(index, x, table, attend, operators)
         x = self.norm(x)
         return x if self.config.logits_divisor == 1.0 else x / self.config.logits_divisor
 

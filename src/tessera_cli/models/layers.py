@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from tessera_cli.models.causal_lm import Attend
 from tessera_cli.models.config import ModelConfig
-from tessera_cli.models.rope import RotaryTable, rotate
+from tessera_cli.models.operators import Operators, add
+from tessera_cli.models.rope import RotaryTable
 
 
 class RMSNorm(nn.Module):
@@ -57,22 +58,29 @@ class DecoderLayer(nn.Module):
         if self.post_norm:
             self.post_feedforward_layernorm = norm()
 
-    def forward(self, index: int, x: Tensor, table: RotaryTable, attend: Attend) -> Tensor:
+    def forward(
+        self, index: int, x: Tensor, table: RotaryTable, attend: Attend, operators: Operators
+    ) -> Tensor:
         """`x` `[num_tokens, hidden]`, left as it is; `index` is what `attend` is told of the place."""
         if self.post_norm:
-            x = self._residual(x, self.post_attention_layernorm(self._attention(index, x, table, attend)))
-            return self._residual(x, self.post_feedforward_layernorm(self._mlp(x)))
-        x = self._residual(x, self._attention(index, self.input_layernorm(x), table, attend))
-        return self._residual(x, self._mlp(self.post_attention_layernorm(x)))
+            attended = self._attention(index, x, table, attend, operators)
+            x = add(x, self._scaled(self.post_attention_layernorm(attended)))
+            return add(x, self._scaled(self.post_feedforward_layernorm(self._mlp(x, operators))))
+        attended = self._attention(index, self.input_layernorm(x), table, attend, operators)
+        norm = self.post_attention_layernorm
+        x, normed = operators.add_rms_norm(x, self._scaled(attended), norm.weight, norm.eps)
+        return add(x, self._scaled(self._mlp(normed, operators)))
 
-    def _attention(self, index: int, x: Tensor, table: RotaryTable, attend: Attend) -> Tensor:
+    def _attention(
+        self, index: int, x: Tensor, table: RotaryTable, attend: Attend, operators: Operators
+    ) -> Tensor:
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv_proj(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
         qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
         if self.qk_norm != "none":
             qk = self._norm_heads(qk)
         if self.rotates:
-            qk = rotate(qk, table)
+            qk = operators.rotate(qk, table)
         q, k = qk.split([heads, kv_heads], dim=1)
         return self.o_proj(attend(index, q, k, v).reshape(x.shape[0], heads * self.head_dim))
 
@@ -83,13 +91,8 @@ class DecoderLayer(nn.Module):
         q, k = self.q_norm(q.flatten(1)), self.k_norm(k.flatten(1))
         return torch.cat([q, k], dim=1).view_as(qk)
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+    def _mlp(self, x: Tensor, operators: Operators) -> Tensor:
+        return self.down_proj(operators.silu_and_mul(self.gate_up_proj(x)))
 
-    def _residual(self, x: Tensor, update: Tensor) -> Tensor:
-        if self.residual_multiplier != 1.0:
-            update = update.mul_(self.residual_multiplier)
-        # In place into the update, which nobody else holds and no gradient needs; never into `x`. Under
-        # autocast the update is narrower, and the residual has to stay as wide as `x`.
-        return update.add_(x) if update.dtype == x.dtype else x + update
+    def _scaled(self, update: Tensor) -> Tensor:
+        return update if self.residual_multiplier == 1.0 else update.mul_(self.residual_multiplier)

@@ -39,7 +39,7 @@ def test_all_layers_are_the_teacher_itself(teacher, batch):
 @torch.no_grad()
 def test_chosen_layers_are_those_of_a_teacher_that_skips_the_others(teacher, batch):
     student = build_student(teacher, [0, 2])
-    teacher.layers[1].forward = lambda index, x, table, attend: x
+    teacher.layers[1].forward = lambda index, x, *_: x
     assert torch.equal(forward_batch(student, batch), forward_batch(teacher, batch))
     assert student.config.num_hidden_layers == 2
     assert sum(p.numel() for p in student.parameters()) == student.config.num_parameters
@@ -62,8 +62,8 @@ def test_a_half_precision_teacher_gives_a_float32_student(teacher):
 
 def test_importance_is_one_minus_the_cosine_of_input_and_output(teacher, batch):
     # A layer that does nothing, and one that turns every hidden state around.
-    teacher.layers[0].forward = lambda index, x, table, attend: 2 * x
-    teacher.layers[1].forward = lambda index, x, table, attend: -x
+    teacher.layers[0].forward = lambda index, x, *_: 2 * x
+    teacher.layers[1].forward = lambda index, x, *_: -x
     importance = layer_importance(teacher, [batch, batch])
     assert importance[0] == pytest.approx(0, abs=1e-6)
     assert importance[1] == pytest.approx(2, abs=1e-6)

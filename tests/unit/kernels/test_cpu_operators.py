@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tessera_cli.kernels import cpu_operators
 from tessera_cli.kernels.cpu_library import CpuLibrary, load_library
 from tessera_cli.kernels.cpu_operators import CpuOperators
+from tessera_cli.models.operators import TorchOperators
 
 _LIBRARY = load_library()
 pytestmark = pytest.mark.skipif(not isinstance(_LIBRARY, CpuLibrary), reason=str(_LIBRARY))
@@ -28,11 +28,13 @@ def operators() -> CpuOperators:
 def test_add_rms_norm_equals_torch(
     operators: CpuOperators, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    x, residual, weight = _randn(dtype, *shape), _randn(dtype, *shape) * 3, _randn(dtype, shape[1])
-    plain_residual = residual.clone()
-    expected = cpu_operators.plain_add_rms_norm(x, plain_residual, weight, 1e-5)
-    _assert_close(operators.add_rms_norm(x, residual, weight, 1e-5), expected)
-    assert torch.equal(residual, plain_residual)
+    x, update, weight = _randn(dtype, *shape), _randn(dtype, *shape) * 3, _randn(dtype, shape[1])
+    before = x.clone()
+    expected_sum, expected = TorchOperators().add_rms_norm(x, update.clone(), weight, 1e-5)
+    total, normed = operators.add_rms_norm(x, update, weight, 1e-5)
+    _assert_close(normed, expected)
+    assert torch.equal(total, expected_sum)
+    assert torch.equal(x, before)
 
 
 @_dtypes
@@ -46,8 +48,9 @@ def test_rotate_equals_torch_and_leaves_other_heads(
     rows = _randn(dtype, tokens, heads + 3, head_dim)
     packed = rows[:, : heads + 2]  # a view: tokens are further apart than their heads
     before, expected = rows.clone(), rows.clone()
-    operators.rotate(packed, heads, cos, sin)
-    cpu_operators.plain_rotate(expected, heads, cos, sin)
+    rotated = operators.rotate(packed[:, :heads], (cos, sin))
+    assert rotated.data_ptr() == rows.data_ptr()
+    expected[:, :heads] = TorchOperators().rotate(expected[:, :heads], (cos, sin))
     _assert_close(rows, expected)
     assert torch.equal(rows[:, heads:], before[:, heads:])
 
@@ -59,14 +62,14 @@ def test_silu_and_mul_equals_torch(
 ) -> None:
     gate_up = _randn(dtype, shape[0], 2 * shape[1]) * 4
     gate_up[0, :4] = torch.tensor([-200.0, 200.0, -88.0, 0.0])
-    _assert_close(operators.silu_and_mul(gate_up), cpu_operators.plain_silu_and_mul(gate_up))
+    _assert_close(operators.silu_and_mul(gate_up), TorchOperators().silu_and_mul(gate_up))
 
 
 def test_what_is_not_finite_stays_so(operators: CpuOperators) -> None:
     gate_up = torch.ones(2, 16)
     gate_up[1, 3] = torch.nan
     assert operators.silu_and_mul(gate_up).isnan().nonzero().tolist() == [[1, 3]]
-    normed = operators.add_rms_norm(gate_up, torch.ones(2, 16), torch.ones(16), 1e-5)
+    _, normed = operators.add_rms_norm(gate_up, torch.ones(2, 16), torch.ones(16), 1e-5)
     assert normed.isnan().all(dim=1).tolist() == [False, True]
 
 
@@ -80,9 +83,9 @@ def test_refuses_what_it_has_no_code_for(operators: CpuOperators) -> None:
         lambda: operators.add_rms_norm(x, x.half(), weight, 1e-5),
         lambda: operators.add_rms_norm(x, x[:2].clone(), weight, 1e-5),
         lambda: operators.add_rms_norm(x, x.clone(), weight[:8], 1e-5),
-        lambda: operators.rotate(x.view(4, 2, 8), 3, table, table),
-        lambda: operators.rotate(x.view(4, 2, 8).transpose(0, 1), 2, table, table),
-        lambda: operators.rotate(x.view(4, 2, 8), 2, table.half(), table.half()),
+        lambda: operators.rotate(x.view(4, 2, 8), (table[:3], table[:3])),
+        lambda: operators.rotate(x.view(4, 2, 8).transpose(0, 1), (table, table)),
+        lambda: operators.rotate(x.view(4, 2, 8), (table.half(), table.half())),
     ):
         with pytest.raises(ValueError, match=r"no compiled operator|must be contiguous"):
             call()
