@@ -15,7 +15,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 class Settings:
     """The process's environment.
 
-    `home` is where converted models are cached; `no_progress` replaces the live display by plain lines.
+    `home` is where converted models are cached; `no_progress` replaces the live display by plain lines;
+    `api_keys` are those that a server accepts, with commas between them in TESSERA_API_KEY.
     """
 
     home: Path
@@ -24,6 +25,7 @@ class Settings:
     debug: bool
     no_progress: bool
     offline: bool
+    api_keys: tuple[str, ...] = ()
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> "Settings":
@@ -40,6 +42,7 @@ class Settings:
             debug=_flag(env, "TESSERA_DEBUG"),
             no_progress=_flag(env, "TESSERA_NO_PROGRESS"),
             offline=_flag(env, "HF_HUB_OFFLINE"),
+            api_keys=tuple(key.strip() for key in env.get("TESSERA_API_KEY", "").split(",") if key.strip()),
         )
 
 

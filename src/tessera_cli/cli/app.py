@@ -19,6 +19,7 @@ from tessera_cli.cli.default_command import DEFAULT
 from tessera_cli.cli.environment import env
 from tessera_cli.cli.generate import generate
 from tessera_cli.cli.output import Output
+from tessera_cli.cli.serve import serve
 from tessera_cli.cli.simulate import simulate
 from tessera_cli.cli.trace import trace
 from tessera_cli.errors import ExitCode, GateError, RunError, TesseraError, UsageError
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 app.add_typer(distill.app, name="distill")
 app.command("generate")(generate)
+app.command("serve")(serve)
 app.command("bench")(bench)
 app.command("simulate")(simulate)
 app.command("trace")(trace)
@@ -159,7 +161,7 @@ def _help_page(arguments: Sequence[str]) -> str:
         return f"tessera distill {second if second in distill.COMMANDS else DEFAULT} --help"
     return (
         f"tessera {first} --help"
-        if first in ("generate", "bench", "simulate", "trace", "env")
+        if first in ("generate", "serve", "bench", "simulate", "trace", "env")
         else "tessera --help"
     )
 

@@ -21,7 +21,7 @@ from tokenizers.decoders import DecodeStream
 
 from tessera_cli.errors import DataError, ModelError
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 # What makes a directory's tokenizer, copied as it is to a student trained with it.
 _FILES = (
@@ -126,8 +126,16 @@ class Tokenizer:
         """A new incremental decoder."""
         return TokenStream(self._fast)
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """The text that the chat template makes of `messages` (each with `role` and `content`).
+
+        `tools` are function definitions as OpenAI has them; a template may leave them unmentioned.
 
         Raises:
             ModelError: the model has no chat template, or it is broken.
@@ -138,7 +146,7 @@ class Tokenizer:
             return template.render(
                 messages=list(messages),
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=tools,
                 **self._special,
             )
         except _TemplateRefusal as error:

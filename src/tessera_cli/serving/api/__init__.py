@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI's routes over an `AsyncLLM`."""

@@ -1,0 +1,126 @@
+"""From errors to HTTP answers, in the shape that OpenAI's clients read."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from tessera_cli.errors import TesseraError, UsageError
+from tessera_cli.serving.async_llm import DrainingError, QueueFullError, RequestTimeoutError
+from tessera_cli.serving.engine_thread import EngineError
+
+_LOG = logging.getLogger(__name__)
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class NotReadyError(TesseraError):
+    """The model is still being loaded."""
+
+
+class UnknownModelError(UsageError):
+    """A request for another model than the one that is served."""
+
+
+class UnsupportedParameterError(UsageError):
+    """A parameter, or a value of it, that means something elsewhere and cannot be done here.
+
+    `param` is its name in the request.
+    """
+
+    def __init__(self, param: str, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.param = param
+
+
+def error_body(
+    status: int, message: str, *, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """The body of an answer with an error."""
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(
+    status: int, message: str, *, param: str | None = None, code: str | None = None
+) -> JSONResponse:
+    """A whole answer with an error."""
+    headers = {"Retry-After": "1"} if status in (429, 503) else None
+    return JSONResponse(error_body(status, message, param=param, code=code), status, headers)
+
+
+def status_of(error: TesseraError) -> int:
+    """The HTTP status that says whose fault `error` is."""
+    match error:
+        case QueueFullError():
+            return 429
+        case NotReadyError() | DrainingError():
+            return 503
+        case RequestTimeoutError():
+            return 504
+        case EngineError():
+            return 500
+        case UnknownModelError():
+            return 404
+        case UsageError():
+            return 400
+    return 500
+
+
+def tell(error: TesseraError) -> dict[str, Any]:
+    """The body for `error`, also as the last event of a stream that has begun."""
+    message = error.message if error.hint is None else f"{error.message} ({error.hint})"
+    code = "model_not_found" if isinstance(error, UnknownModelError) else None
+    return error_body(status_of(error), message, param=getattr(error, "param", None), code=code)
+
+
+def install(app: FastAPI) -> None:
+    """Let every error that a route of `app` raises become an answer."""
+
+    @app.exception_handler(TesseraError)
+    async def on_tessera_error(request: Request, error: TesseraError) -> JSONResponse:
+        status = status_of(error)
+        headers = {"Retry-After": "1"} if status in (429, 503) else None
+        return JSONResponse(tell(error), status, headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
+        message, param = _first_fault(error.errors())
+        return error_response(400, message, param=param)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+        answer = error_response(error.status_code, str(error.detail))
+        answer.headers.update(error.headers or {})
+        return answer
+
+    @app.exception_handler(Exception)
+    async def on_bug(request: Request, error: Exception) -> JSONResponse:
+        _LOG.exception("a route failed", exc_info=error)
+        return error_response(500, f"{type(error).__name__}: this is a bug in Tessera; its log says more")
+
+
+def _first_fault(faults: Sequence[Any]) -> tuple[str, str | None]:
+    """What is wrong first, in a line, and where."""
+    # A union lists what is wrong with each of its forms; what is unknown is the likeliest fault.
+    fault = next((one for one in faults if one["type"] == "extra_forbidden"), faults[0])
+    place = [str(part) for part in fault["loc"] if part != "body"]
+    param = ".".join(place) or None
+    if fault["type"] == "extra_forbidden":
+        return f"parameter {param!r} is not supported", param
+    if fault["type"] == "json_invalid":
+        return f"the body is not JSON: {fault.get('ctx', {}).get('error', fault['msg'])}", None
+    message = str(fault["msg"])
+    return (message if param is None else f"{param}: {message}"), param
