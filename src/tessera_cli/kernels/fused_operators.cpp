@@ -1,4 +1,4 @@
-// Elementwise steps of a decoder layer, each one pass over its rows. The plain versions are in cpu_operators.py.
+// Elementwise steps of a decoder layer, each one pass over its rows. models/operators.py has the plain versions.
 #include "scratch.hpp"
 #include "vectors.hpp"
 
@@ -19,6 +19,18 @@ TESSERA_INLINE Floats silu(Floats x) {
   return x / (1.f + exp2(power > 127.f ? Floats{} + 127.f : power));
 }
 
+// A row of a tensor as floats: the row itself where it is float32, else a copy in `scratch`.
+const float* row_of(const void* from, int64_t at, int width, Kind type, float* scratch) {
+  if (type == FLOAT32) return static_cast<const float*>(from) + at;
+  load_row(scratch, from, at, width, type);
+  return scratch;
+}
+
+// Where a row of a tensor is computed: in place where it is float32, else in `scratch`, to be stored afterwards.
+float* target_of(void* to, int64_t at, Kind type, float* scratch) {
+  return type == FLOAT32 ? static_cast<float*>(to) + at : scratch;
+}
+
 }  // namespace
 }  // namespace tessera
 
@@ -34,22 +46,28 @@ void tessera_add_rms_norm(void* residual, const void* x, const void* weight, voi
 #pragma omp parallel num_threads(team(rows * width, threads))
   {
     thread_local Scratch scratch;
-    float *sum = scratch.floats(size_t(3) * width), *added = sum + width, *scale = added + width;
-    load_row(scale, weight, 0, width, type);
+    float* floats = scratch.floats(size_t(3) * width);
+    const float* scale = row_of(weight, 0, width, type, floats + 2 * width);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; ++row) {
-      load_row(sum, residual, row * width, width, type);
+      const int64_t at = row * width;
+      const float* sum = row_of(residual, at, width, type, floats);
       if (x) {
-        load_row(added, x, row * width, width, type);
-        for (int i = 0; i < width; ++i) sum[i] += added[i];
-        store_row(residual, row * width, sum, width, type);
-        if (type != FLOAT32) load_row(sum, residual, row * width, width, type);
+        const float* added = row_of(x, at, width, type, floats + width);
+        float* total = target_of(residual, at, type, floats);
+        for (int i = 0; i < width; i += LANES) store(total + i, load(sum + i) + load(added + i));
+        if (type != FLOAT32) {
+          store_row(residual, at, total, width, type);
+          load_row(floats, residual, at, width, type);
+        }
+        sum = total;
       }
       Floats squares = {};
       for (int i = 0; i < width; i += LANES) squares += load(sum + i) * load(sum + i);
       const float factor = 1.f / std::sqrt(sum_lanes(squares) / width + eps);
-      for (int i = 0; i < width; ++i) sum[i] *= factor * scale[i];
-      store_row(out, row * width, sum, width, type);
+      float* normed = target_of(out, at, type, floats + width);
+      for (int i = 0; i < width; i += LANES) store(normed + i, load(sum + i) * (factor * load(scale + i)));
+      if (type != FLOAT32) store_row(out, at, normed, width, type);
     }
   }
 }
@@ -84,12 +102,13 @@ void tessera_silu_and_mul(const void* gate_up, void* out, int64_t rows, int32_t 
 #pragma omp parallel num_threads(team(rows * width, threads))
   {
     thread_local Scratch scratch;
-    float *gate = scratch.floats(size_t(2) * width), *up = gate + width;
+    float* floats = scratch.floats(size_t(3) * width);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; ++row) {
-      load_row(gate, gate_up, row * 2 * width, 2 * width, type);
-      for (int i = 0; i < width; i += LANES) store(gate + i, silu(load(gate + i)) * load(up + i));
-      store_row(out, row * width, gate, width, type);
+      const float* gate = row_of(gate_up, row * 2 * width, 2 * width, type, floats);
+      float* product = target_of(out, row * width, type, floats + 2 * width);
+      for (int i = 0; i < width; i += LANES) store(product + i, silu(load(gate + i)) * load(gate + width + i));
+      if (type != FLOAT32) store_row(out, row * width, product, width, type);
     }
   }
 }
