@@ -158,6 +158,8 @@ class TrainingView:
         losses = [f"loss {train.loss:.4f}", f"kd {train.kd_loss:.4f}"]
         if train.ce_loss is not None:
             losses.append(f"ce {train.ce_loss:.4f}")
+        if train.hidden_loss is not None:
+            losses.append(f"hidden {train.hidden_loss:.4f}")
         return {
             "step": [
                 f"{bar(share, BAR_WIDTH, Glyphs.of(self.console))}  {share:.0%}",

@@ -32,8 +32,9 @@ _REMOVED = ".removed-"
 class TrainerState:
     """All that the next step depends on, apart from the data.
 
-    `student` maps parameter names to float32 weights, `optimizer` "parameter name/key" to AdamW's tensors;
-    `tokens` and `supervised_tokens` are counted since the start of the run.
+    `student` maps parameter names to float32 weights, those of a loss of hidden states under `hidden.`,
+    `optimizer` "parameter name/key" to AdamW's tensors; `tokens` and `supervised_tokens` are counted since
+    the start of the run.
     """
 
     step: int

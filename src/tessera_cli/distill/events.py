@@ -16,8 +16,9 @@ class StageStarted:
 class TrainStep:
     """One optimiser step.
 
-    Losses are nats per supervised token; times are seconds; `tokens` counts what passed through the student
-    since the start of the run, `supervised_tokens` those of them that carry a target.
+    Losses are nats per supervised token, `hidden_loss` is without its weight; times are seconds; `tokens`
+    counts what passed through the student since the start of the run, `supervised_tokens` those of them that
+    carry a target.
     """
 
     step: int
@@ -33,6 +34,7 @@ class TrainStep:
     teacher_seconds: float
     step_seconds: float
     peak_memory_bytes: int
+    hidden_loss: float | None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tessera_cli.distill.data import Corpus, load_corpus
+from tessera_cli.distill.layer_choice import hidden_pairs
 from tessera_cli.distill.packing import StepPlan
 from tessera_cli.distill.sources import check_file
 from tessera_cli.distill.student_config import StudentShape, fingerprint_model, student_shape
@@ -103,6 +104,9 @@ def find_student(
         recipe.student, teacher.config, teacher.tokenizer, home=home, offline=offline, notify=notify
     )
     _check_positions(recipe, student.config, "student")
+    if recipe.loss.hidden.pairs is not None:
+        depths = student.config.num_hidden_layers, teacher.config.num_hidden_layers
+        hidden_pairs(recipe.loss.hidden.pairs, *depths)
     return student
 
 

@@ -1,6 +1,7 @@
 """Which of the teacher's layers a student starts with."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 from tessera_cli.errors import UsageError
 
@@ -41,6 +42,33 @@ def listed_layers(num_teacher_layers: int, layers: Sequence[int]) -> list[int]:
             hint=f"layers are counted from 0: the last is {num_teacher_layers - 1}",
         )
     return list(layers)
+
+
+def hidden_pairs(
+    pairs: Sequence[Sequence[int]] | Literal["even"], num_student_layers: int, num_teacher_layers: int
+) -> list[tuple[int, int]]:
+    """(student layer, teacher layer) whose outputs are compared: `pairs` as they are, or evenly spread.
+
+    Even: each of the student's layers with the teacher's at the same share of the depth, the last with the
+    last, as in TinyBERT (arXiv 1909.10351).
+
+    Raises:
+        UsageError: one of the two models has no such layer.
+    """
+    if pairs == "even":
+        ends = [(layer + 1) * num_teacher_layers for layer in range(num_student_layers)]
+        return [(layer, -(-end // num_student_layers) - 1) for layer, end in enumerate(ends)]
+    for student, teacher in pairs:
+        for who, layer, depth in (
+            ("student", student, num_student_layers),
+            ("teacher", teacher, num_teacher_layers),
+        ):
+            if layer >= depth:
+                raise UsageError(
+                    f"loss.hidden.pairs names layer {layer} of the {who}, which has {depth}",
+                    hint=f"layers are counted from 0: the last is {depth - 1}",
+                )
+    return [(student, teacher) for student, teacher in pairs]
 
 
 def check_depth(num_teacher_layers: int, num_layers: int) -> None:

@@ -5,21 +5,21 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
-from torch import Tensor, nn
+from torch import Tensor
 
 from tessera_cli.distill.checkpoint import TrainerState
 from tessera_cli.distill.events import Listener, Note, TrainStep
-from tessera_cli.distill.losses import DistillationSums
+from tessera_cli.distill.hidden_loss import hidden_loss, layer_outputs
 from tessera_cli.distill.optimizer import adamw, learning_rate
-from tessera_cli.distill.teacher_cache.targets import Targets
+from tessera_cli.distill.student_loss import PackedBatch, StepSums, StudentLoss
 from tessera_cli.distill.teacher_side import CachedTeacher, OnlineTeacher, TeacherSide
 from tessera_cli.errors import ModelError, RunError, UsageError
-from tessera_cli.kernels.packed import PackedAttention
 from tessera_cli.recipe.schema import LossSection, TrainSection
 
 if TYPE_CHECKING:
@@ -78,11 +78,14 @@ class Trainer:
         self._device = self._accelerator.device
         self._teacher = side
         self._teacher.to(self._device)
-        self._student = student.to(self._device).train()
-        self._adamw = adamw(student, train)
-        module = _StudentLoss(
-            student, loss, train.loss_chunk_tokens, _compute_dtype(train.dtype, self._device)
-        )
+        student.to(self._device).train()
+        self._decoder = None if isinstance(teacher, CachedTeacher) else teacher
+        self._hidden = hidden_loss(loss.hidden, student, self._decoder)
+        module = StudentLoss(
+            student, self._hidden, loss=loss, train=train, dtype=_compute_dtype(train.dtype, self._device)
+        ).to(self._device)
+        self._parameters = module.trained_parameters()
+        self._adamw = adamw(module, train)
         self._module, self._optimizer = self._accelerator.prepare(module, self._adamw)
 
     def train_step(self, micro_batches: "Sequence[TrainBatch]") -> TrainStep | None:
@@ -114,13 +117,13 @@ class Trainer:
 
     def state_dict(self) -> TrainerState:
         """What `load_state_dict` needs to go on as if nothing had happened; its tensors are the live ones."""
-        student: dict[str, Tensor] = dict(self._student.named_parameters())
+        weights: dict[str, Tensor] = {**self._parameters}
         optimizer = {
             f"{name}/{key}": value
-            for name, parameter in student.items()
+            for name, parameter in self._parameters.items()
             for key, value in self._adamw.state[parameter].items()
         }
-        return TrainerState(self.step, self.tokens, self.supervised_tokens, student, optimizer)
+        return TrainerState(self.step, self.tokens, self.supervised_tokens, weights, optimizer)
 
     @torch.no_grad()
     def load_state_dict(self, state: TrainerState) -> None:
@@ -129,39 +132,39 @@ class Trainer:
         Raises:
             UsageError: it belongs to another student or to a longer run.
         """
-        student = dict(self._student.named_parameters())
-        shapes = {name: parameter.shape for name, parameter in student.items()}
+        shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         if shapes != {name: tensor.shape for name, tensor in state.student.items()}:
             raise UsageError("the checkpoint is of a student of another shape", hint="start a new run")
         if state.step > self._num_steps:
             raise UsageError(
                 f"the checkpoint is at step {state.step} of a run of {self._num_steps}", hint="train longer"
             )
-        for name, parameter in student.items():
+        for name, parameter in self._parameters.items():
             parameter.copy_(state.student[name])
         self._adamw.state.clear()
         for full_name, tensor in state.optimizer.items():
             name, key = full_name.rsplit("/", 1)
-            self._adamw.state[student[name]][key] = tensor.to(self._device, copy=True)
+            self._adamw.state[self._parameters[name]][key] = tensor.to(self._device, copy=True)
         self.step, self.tokens, self.supervised_tokens = state.step, state.tokens, state.supervised_tokens
 
     def _optimise(self, batches: "Sequence[TrainBatch]") -> TrainStep:
         start = self._now()
         tokens = sum(len(batch.input_ids) for batch in batches)
         supervised = sum(len(batch.target_ids) for batch in batches)
-        totals = torch.zeros(len(DistillationSums._fields), device=self._device)
+        totals = torch.zeros(len(StepSums._fields), device=self._device)
         teacher_seconds = 0.0
         self._optimizer.zero_grad()
         for batch in batches:
-            packed = _Packed(batch, self._device)
+            packed = PackedBatch(batch, self._device)
             teacher_start = self._now()
-            targets = self._teacher.targets(batch)
+            with self._teacher_outputs(packed) as teacher_outputs:
+                targets = self._teacher.targets(batch)
             teacher_seconds += self._now() - teacher_start
-            sums: DistillationSums = self._module(packed, targets)
+            sums: StepSums = self._module(packed, targets, teacher_outputs)
             self._accelerator.backward(sums.loss / supervised)
             totals += torch.stack([value.detach() for value in sums])
         grad_norm = self._accelerator.clip_grad_norm_(self._module.parameters(), self._train.max_grad_norm)
-        loss, kd, ce, norm = torch.cat([totals / supervised, grad_norm.reshape(1)]).tolist()
+        loss, kd, ce, hidden, norm = torch.cat([totals / supervised, grad_norm.reshape(1)]).tolist()
         rate = self._apply(loss, norm)
 
         self.tokens += tokens
@@ -181,7 +184,14 @@ class Trainer:
             teacher_seconds=teacher_seconds,
             step_seconds=seconds,
             peak_memory_bytes=_peak_memory_bytes(self._device),
+            hidden_loss=None if self._hidden is None else hidden,
         )
+
+    def _teacher_outputs(self, packed: PackedBatch) -> AbstractContextManager[list[Tensor]]:
+        """The teacher's outputs that the loss of hidden states asks for, once the teacher has run in it."""
+        if self._hidden is None or self._decoder is None:
+            return nullcontext([])
+        return layer_outputs(self._decoder, self._hidden.teacher_layers, packed.target_index)
 
     def _apply(self, loss: float, grad_norm: float) -> float:
         """Move the weights by the gradients at hand; the learning rate used."""
@@ -202,44 +212,6 @@ class Trainer:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
-
-
-class _Packed:
-    """A micro-batch on the device, its documents isolated from each other by attention."""
-
-    def __init__(self, batch: "TrainBatch", device: torch.device) -> None:
-        self.input_ids = batch.input_ids.to(device)
-        self.positions = batch.positions.to(device)
-        self.target_index = batch.target_index.to(device)
-        self.target_ids = batch.target_ids.to(device)
-        self._cu_seqlens, self._device = batch.cu_seqlens, device
-
-    def supervised_hidden(self, decoder: "Decoder") -> Tensor:
-        """[supervised tokens, hidden]: chosen before the head, which is never run on other tokens."""
-        attention = PackedAttention(self._cu_seqlens, decoder.attention_layers, device=self._device)
-        hidden = decoder(self.input_ids, self.positions, attention.attend)
-        return hidden.index_select(0, self.target_index)
-
-
-class _StudentLoss(nn.Module):
-    """The student and its loss in one forward: a wrapper that synchronises gradients sees both."""
-
-    def __init__(self, student: "Decoder", loss: LossSection, chunk_tokens: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.student = student
-        self._loss, self._chunk_tokens, self._dtype = loss, chunk_tokens, dtype
-
-    def forward(self, packed: _Packed, targets: Targets) -> DistillationSums:
-        mixed = self._dtype != torch.float32
-        with torch.autocast(packed.target_ids.device.type, dtype=self._dtype, enabled=mixed):
-            hidden = packed.supervised_hidden(self.student)
-        return targets.loss(
-            hidden,
-            self.student.head_weight,
-            packed.target_ids,
-            loss=self._loss,
-            chunk_tokens=self._chunk_tokens,
-        )
 
 
 def _single_process_accelerator(device: str) -> Accelerator:

@@ -69,6 +69,12 @@ def test_a_narrow_student_has_the_sizes_asked_for_and_whole_groups(
     assert queries.student.kv_bytes_per_token == plan.teacher.kv_bytes_per_token
 
 
+def test_pairs_of_layers_that_are_not_there_are_refused_by_the_plan(recipe_file: Path) -> None:
+    with pytest.raises(UsageError, match="layer 2 of the student, which has 2"):
+        _plan(recipe_file, "{num_hidden_layers: 2}", "loss.hidden={kind: mse, pairs: [[2, 2]]}")
+    _plan(recipe_file, "{num_hidden_layers: 3}", "loss.hidden={kind: mse, pairs: [[2, 2]]}")
+
+
 def test_kv_bytes_are_those_of_the_exported_type(recipe_file: Path) -> None:
     plan = _plan(recipe_file, "{num_hidden_layers: 3}", "export.dtype=bfloat16")
     assert plan.student.kv_bytes_per_token * 2 == plan.teacher.kv_bytes_per_token
