@@ -10,6 +10,7 @@ import typer
 
 from tessera_cli.cli import options
 from tessera_cli.cli.default_command import DefaultRunGroup
+from tessera_cli.cli.distill_cache import cache
 from tessera_cli.cli.distill_views import (
     RUN_COLUMNS,
     evaluation_rows,
@@ -35,7 +36,7 @@ app = typer.Typer(
     "`tessera distill RECIPE` means `tessera distill run RECIPE`; its options: `tessera distill run --help`.",
 )
 
-COMMANDS = ("run", "plan", "init", "eval", "show")
+COMMANDS = ("run", "plan", "cache", "init", "eval", "show")
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file.", show_default=False)]
 OverridesArgument = Annotated[
@@ -149,6 +150,9 @@ def plan(
         output.data(dump_recipe(loaded.recipe), end="")
         return
     show_plan(loaded, output, settings)
+
+
+app.command()(cache)
 
 
 @app.command()

@@ -43,14 +43,21 @@ class Evaluator:
 
     The teacher runs once: its hidden states at the places that predict a target are kept, in its own dtype,
     in host memory (`2 x hidden_size` bytes a target in bfloat16). Logits are made `chunk_tokens` targets at
-    a time.
+    a time. With `teacher_hidden`, a tensor for each batch, only the teacher's head is used.
     """
 
-    def __init__(self, teacher: Decoder, batches: Sequence[TrainBatch], *, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        teacher: Decoder,
+        batches: Sequence[TrainBatch],
+        *,
+        chunk_tokens: int,
+        teacher_hidden: list[Tensor] | None = None,
+    ) -> None:
         self._teacher = teacher
         self._batches = batches
         self._chunk_tokens = chunk_tokens
-        self._teacher_hidden: list[Tensor] | None = None
+        self._teacher_hidden = teacher_hidden
 
     @torch.inference_mode()
     def evaluate(self, student: Decoder, *, step: int) -> Evaluated:

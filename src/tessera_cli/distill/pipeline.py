@@ -20,20 +20,17 @@ from tessera_cli.distill.run_directory import (
     write_text,
     writing,
 )
+from tessera_cli.distill.run_models import prepare_models, recorded_start
 from tessera_cli.distill.run_status import read_run
 from tessera_cli.distill.samples import compare
-from tessera_cli.distill.student_start import StudentStart, decide_start, start_student
+from tessera_cli.distill.student_start import start_student
 from tessera_cli.distill.trainer import Trainer
 from tessera_cli.distill.training import train
-from tessera_cli.distill.width_pruning import read_width, width_as_json
 from tessera_cli.engine.sizing import select_device
 from tessera_cli.errors import RunError, UsageError
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.loader import load_decoder, save_decoder, select_dtype
 from tessera_cli.recipe.loader import LoadedRecipe, load_recipe
-from tessera_cli.recipe.schema import Recipe
-
-WIDTH_FILE = "width.json"
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ def run_recipe(
             overwrite=overwrite,
         )
     with _outcome_recorded(run):
-        return _run_stages(run, inputs, listener, device)
+        return _run_stages(run, inputs, listener, device, home)
 
 
 def evaluate_run(
@@ -136,18 +133,19 @@ def evaluate_run(
     )
     evaluator = Evaluator(teacher, batches, chunk_tokens=recipe.train.loss_chunk_tokens)
     untrained = start_student(
-        teacher, shape, _recorded_start(run_dir, status.layers, recipe), seed=recipe.seed
+        teacher, shape, recorded_start(run_dir, status.layers, recipe), seed=recipe.seed
     )
     start = evaluator.evaluate(untrained, step=0)
     student = load_decoder(status.export, dtype=select_dtype("float32", "float32", device), device=device)
     return {"start": asdict(start), "student": asdict(evaluator.evaluate(student, step=status.step))}
 
 
-def _run_stages(run: RunDirectory, inputs: RunInputs, listener: Listener, device: str) -> RunResult:
+def _run_stages(
+    run: RunDirectory, inputs: RunInputs, listener: Listener, device: str, home: Path
+) -> RunResult:
     recipe = inputs.recipe
-    dtype = select_dtype(recipe.teacher.dtype, inputs.teacher.config.dtype, device)
-    teacher = load_decoder(inputs.teacher.path, dtype=dtype, device=device)
-    student = start_student(teacher, inputs.student, _start(run, teacher, inputs), seed=recipe.seed)
+    models = prepare_models(run, inputs, device=device, home=home, listener=listener)
+    student = models.student
 
     def record(event: Event) -> None:
         if isinstance(event, TrainStep | Evaluated):
@@ -156,7 +154,7 @@ def _run_stages(run: RunDirectory, inputs: RunInputs, listener: Listener, device
 
     trainer = Trainer(
         student,
-        teacher,
+        models.teacher,
         loss=recipe.loss,
         train=recipe.train,
         num_steps=inputs.steps.num_steps,
@@ -164,19 +162,12 @@ def _run_stages(run: RunDirectory, inputs: RunInputs, listener: Listener, device
         listener=record,
     )
     _restore(run, trainer, listener)
-    batches = held_out_batches(
-        inputs.eval.documents,
-        max_targets=recipe.eval.max_tokens,
-        max_seq_len=recipe.data.max_seq_len,
-        rows_per_batch=recipe.train.micro_batch_size,
-    )
-    evaluator = Evaluator(teacher, batches, chunk_tokens=recipe.train.loss_chunk_tokens)
-    train(run, inputs, trainer, student, evaluator, record)
+    train(run, inputs, trainer, student, models.evaluator, record)
 
     listener(StageStarted("export"))
     _export(run, student, inputs)
     listener(StageStarted("report"))
-    _report(run, inputs, teacher, device)
+    _report(run, inputs, models.load_teacher(), device)
     start, *_, end = (*run.metrics()[1],)
     run.update(status="finished")
     return RunResult(
@@ -188,22 +179,6 @@ def _run_stages(run: RunDirectory, inputs: RunInputs, listener: Listener, device
         start=start,
         end=end,
     )
-
-
-def _start(run: RunDirectory, teacher: Decoder, inputs: RunInputs) -> StudentStart:
-    """What importance decided when the run began: a resumed run must not decide anew."""
-    if run.status.layers is not None:
-        return _recorded_start(run.path, run.status.layers, inputs.recipe)
-    start = decide_start(teacher, inputs)
-    if start.width is not None:
-        write_text(run.path / WIDTH_FILE, width_as_json(start.width))
-    run.update(layers=start.layers)
-    return start
-
-
-def _recorded_start(run_dir: Path, layers: tuple[int, ...], recipe: Recipe) -> StudentStart:
-    width = read_width(run_dir / WIDTH_FILE) if recipe.student.init == "width" else None
-    return StudentStart(layers, width)
 
 
 def _restore(run: RunDirectory, trainer: Trainer, listener: Listener) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, StrictBool, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from tessera_cli.recipe.hidden_section import HiddenLossSection
+from tessera_cli.recipe.cache_section import TeacherCacheSection
 from tessera_cli.recipe.section import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -35,6 +35,8 @@ class TeacherSection(Section):
     """A model directory, a hub id, a .gguf file or package:IMPORT_NAME/FILE.gguf."""
     dtype: TeacherDtype = "auto"
     """The type its weights are computed in; auto is the stored one where the device is quick at it."""
+    cache: TeacherCacheSection = TeacherCacheSection()
+    """What is kept of the teacher between runs."""
 
 
 class DataSource(Section):
@@ -74,8 +76,6 @@ class LossSection(Section):
     """Weight of the divergence."""
     ce_weight: NonNegativeFloat = 0.0
     """Weight of the cross-entropy against the data."""
-    hidden: HiddenLossSection = HiddenLossSection()
-    """What is added for the difference of hidden states."""
 
     @field_validator("mixture_weight")
     @classmethod
@@ -175,3 +175,14 @@ class Recipe(Section):
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     export: ExportSection = ExportSection()
+
+    @field_validator("loss")
+    @classmethod
+    def _loss_that_drawn_tokens_serve(cls, value: LossSection, info: ValidationInfo) -> LossSection:
+        teacher = info.data.get("teacher")
+        if teacher is not None and teacher.cache.kind == "sample" and value.kind != "forward_kl":
+            raise problem(
+                "`teacher.cache.kind: sample` keeps no probabilities: only forward_kl can be learnt from it, "
+                f"not {value.kind}"
+            )
+        return value

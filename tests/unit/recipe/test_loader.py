@@ -49,7 +49,7 @@ def test_every_kind_of_fault_is_told_at_once_with_its_line(write: Write, sound: 
         ("student.seed", "did you mean `seed`?"),
         ("lossy", "did you mean `loss`?"),
         ("learning_rate", "belongs to section `train` (train.learning_rate)"),
-        ("dtype", "did you mean `teacher.dtype` or `train.dtype` or `export.dtype`?"),
+        ("dtype", "teacher.dtype` or `teacher.cache.dtype` or `train.dtype` or `export.dtype`?"),
         ("data.train.0.fromat", "did you mean `format`?"),
         ("train.zzzzzz", "unknown key"),
     ],

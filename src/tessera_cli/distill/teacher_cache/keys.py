@@ -21,6 +21,14 @@ def batch_keys(batch: TrainBatch) -> list[bytes]:
     return [_key(ids[start:end], targets[first:last] - start) for start, end, first, last in _spans(batch)]
 
 
+def batch_documents(batch: TrainBatch) -> tuple[Document, ...]:
+    """The documents that a batch was built of."""
+    ids, targets = batch.input_ids.numpy().astype(np.int32), batch.target_index.numpy()
+    supervised = np.zeros(len(ids), dtype=bool)
+    supervised[targets + 1] = True
+    return tuple(Document(ids[start:end], supervised[start:end]) for start, end, _, _ in _spans(batch))
+
+
 def batch_target_counts(batch: TrainBatch) -> list[int]:
     """How many targets each document of a batch has."""
     return [last - first for _, _, first, last in _spans(batch)]

@@ -1,0 +1,107 @@
+"""The models of a run: its student, and as much of its teacher as training needs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tessera_cli.distill.evaluate import Evaluator, held_out_batches
+from tessera_cli.distill.events import Listener
+from tessera_cli.distill.inputs import RunInputs
+from tessera_cli.distill.run_directory import RunDirectory, write_text
+from tessera_cli.distill.student_start import StudentStart, decide_start, start_student
+from tessera_cli.distill.teacher_cache.build import open_run_caches
+from tessera_cli.distill.teacher_cache.teacher_parts import head_of, load_layers
+from tessera_cli.distill.teacher_side import CachedTeacher
+from tessera_cli.distill.width_pruning import read_width, width_as_json
+from tessera_cli.models.decoder import Decoder
+from tessera_cli.models.loader import load_decoder, select_dtype
+from tessera_cli.recipe.schema import Recipe
+
+WIDTH_FILE = "width.json"
+
+
+@dataclass(frozen=True, eq=False)
+class RunModels:
+    """A run's untrained `student`, its `teacher` as the trainer takes it, and the evaluator of both.
+
+    `load_teacher` gives the whole teacher, which a cached run has not in memory.
+    """
+
+    student: Decoder
+    teacher: Decoder | CachedTeacher
+    evaluator: Evaluator
+    load_teacher: Callable[[], Decoder]
+
+
+def prepare_models(
+    run: RunDirectory, inputs: RunInputs, *, device: str, home: Path, listener: Listener
+) -> RunModels:
+    """Load what the run needs; with a teacher cache, write first what it lacks.
+
+    Raises:
+        UsageError: the cache belongs to another run, or is damaged.
+        RunError: it cannot be written.
+    """
+    recipe = inputs.recipe
+    dtype = select_dtype(recipe.teacher.dtype, inputs.teacher.config.dtype, device)
+    load_teacher = partial(load_decoder, inputs.teacher.path, dtype=dtype, device=device)
+    batches = held_out_batches(
+        inputs.eval.documents,
+        max_targets=recipe.eval.max_tokens,
+        max_seq_len=recipe.data.max_seq_len,
+        rows_per_batch=recipe.train.micro_batch_size,
+    )
+    chunk_tokens = recipe.train.loss_chunk_tokens
+    if recipe.teacher.cache.kind == "none":
+        teacher = load_teacher()
+        student = start_student(teacher, inputs.student, _start(run, teacher, inputs), seed=recipe.seed)
+        return RunModels(
+            student, teacher, Evaluator(teacher, batches, chunk_tokens=chunk_tokens), lambda: teacher
+        )
+
+    train_cache, eval_cache = open_run_caches(
+        inputs,
+        batches,
+        run_fingerprints=run.status.fingerprints,
+        teacher_dtype=dtype,
+        home=home,
+        load_teacher=load_teacher,
+        listener=listener,
+    )
+    if _needs_whole_teacher(run, inputs):
+        teacher = load_teacher()
+        start = _start(run, teacher, inputs)
+    else:
+        layers = run.status.layers or inputs.student.layers or (0,)
+        teacher = load_layers(inputs.teacher.path, layers, dtype=dtype, device=device)
+        start = _start(run, teacher, inputs)
+        start = StudentStart(tuple(range(len(start.layers))), None)
+    student = start_student(teacher, inputs.student, start, seed=recipe.seed)
+    head = head_of(teacher)
+    evaluator = Evaluator(
+        head, batches, chunk_tokens=chunk_tokens, teacher_hidden=eval_cache.hidden_states(batches)
+    )
+    return RunModels(student, CachedTeacher(train_cache.reader, head.head_weight), evaluator, load_teacher)
+
+
+def recorded_start(run_dir: Path, layers: tuple[int, ...], recipe: Recipe) -> StudentStart:
+    """What was decided when the run in `run_dir` began."""
+    width = read_width(run_dir / WIDTH_FILE) if recipe.student.init == "width" else None
+    return StudentStart(layers, width)
+
+
+def _start(run: RunDirectory, teacher: Decoder, inputs: RunInputs) -> StudentStart:
+    """What importance decided when the run began: a resumed run must not decide anew."""
+    if run.status.layers is not None:
+        return recorded_start(run.path, run.status.layers, inputs.recipe)
+    start = decide_start(teacher, inputs)
+    if start.width is not None:
+        write_text(run.path / WIDTH_FILE, width_as_json(start.width))
+    run.update(layers=start.layers)
+    return start
+
+
+def _needs_whole_teacher(run: RunDirectory, inputs: RunInputs) -> bool:
+    """Whether the student cannot be made of some of the teacher's layers alone."""
+    return inputs.recipe.student.init == "width" or (run.status.layers or inputs.student.layers) is None

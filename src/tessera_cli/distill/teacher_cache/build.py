@@ -1,0 +1,90 @@
+"""Opens the caches of a run, and writes first what they lack."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tessera_cli.distill.data import TrainBatch
+from tessera_cli.distill.events import Listener, StageStarted
+from tessera_cli.distill.inputs import RunInputs
+from tessera_cli.distill.teacher_cache.figures import CacheFigures
+from tessera_cli.distill.teacher_cache.keys import batch_documents, batch_keys
+from tessera_cli.distill.teacher_cache.layout import CacheDirectory
+from tessera_cli.distill.teacher_cache.plan import CachePlan, plan_caches
+from tessera_cli.distill.teacher_cache.reader import CacheReader
+from tessera_cli.distill.teacher_cache.writer import write_cache
+from tessera_cli.models.decoder import Decoder
+
+
+@dataclass(frozen=True, eq=False)
+class OpenCache:
+    """A cache that holds all documents of its plan."""
+
+    plan: CachePlan
+    reader: CacheReader
+
+    @property
+    def figures(self) -> CacheFigures:
+        """What it costs and holds, as far as it was written."""
+        return CacheFigures.of(self.plan.split, self.plan.path, self.reader.records)
+
+    def hidden_states(self, batches: Sequence[TrainBatch]) -> list[Tensor]:
+        """The teacher's hidden states of each batch [targets, hidden], on the CPU; a cache that has them."""
+        return [
+            torch.cat([part["hidden"] for part in self.reader.read(batch_keys(batch))]) for batch in batches
+        ]
+
+
+def open_run_caches(
+    inputs: RunInputs,
+    held_out: Sequence[TrainBatch],
+    *,
+    run_fingerprints: dict[str, str],
+    teacher_dtype: torch.dtype,
+    home: Path,
+    load_teacher: Callable[[], Decoder],
+    listener: Listener,
+) -> tuple[OpenCache, OpenCache]:
+    """The caches of a run's training and `held_out` documents, with errors as `open_caches`."""
+    plans = plan_caches(
+        inputs,
+        [batch_documents(batch) for batch in held_out],
+        run_fingerprints=run_fingerprints,
+        teacher_dtype=teacher_dtype,
+        home=home,
+    )
+    train, held_out_cache = open_caches(plans, load_teacher, listener)
+    return train, held_out_cache
+
+
+def open_caches(
+    plans: Sequence[CachePlan], load_teacher: Callable[[], Decoder], listener: Listener
+) -> list[OpenCache]:
+    """The caches of `plans`, complete; `load_teacher` is called only if one of them is not.
+
+    Raises:
+        UsageError: a directory is something else, damaged, or being written by another process.
+        RunError: the file system refuses.
+        KeyboardInterrupt: the user stopped it; what is complete is kept.
+    """
+    found = {plan.split: _open(plan) for plan in plans}
+    missing = [plan for plan in plans if found[plan.split] is None]
+    if missing:
+        listener(StageStarted("cache"))
+        teacher = load_teacher()
+        for plan in missing:
+            write_cache(plan, teacher, listener)
+            found[plan.split] = _open(plan)
+    complete = [cache for cache in found.values() if cache is not None]
+    if len(complete) != len(plans):
+        raise ValueError("a cache that was just written lacks documents of its plan")
+    return complete
+
+
+def _open(plan: CachePlan) -> OpenCache | None:
+    """The cache of `plan`, or None where it lacks documents."""
+    reader = CacheReader(CacheDirectory(plan.path, plan.fingerprints), plan.codec)
+    return OpenCache(plan, reader) if reader.holds(plan.keys) else None
