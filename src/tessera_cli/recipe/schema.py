@@ -7,6 +7,7 @@ from pydantic import Field, StrictBool, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from tessera_cli.recipe.cache_section import TeacherCacheSection
+from tessera_cli.recipe.hidden_section import HiddenLossSection
 from tessera_cli.recipe.section import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -76,6 +77,8 @@ class LossSection(Section):
     """Weight of the divergence."""
     ce_weight: NonNegativeFloat = 0.0
     """Weight of the cross-entropy against the data."""
+    hidden: HiddenLossSection = HiddenLossSection()
+    """What is added for the difference of hidden states."""
 
     @field_validator("mixture_weight")
     @classmethod
