@@ -100,6 +100,8 @@ def chunked_distillation_loss(
     *,
     loss: LossSection,
     chunk_tokens: int,
+    student_soft_cap: float | None = None,
+    teacher_soft_cap: float | None = None,
 ) -> DistillationSums:
     """The recipe's loss over supervised tokens, `chunk_tokens` of them at a time.
 
@@ -107,13 +109,16 @@ def chunked_distillation_loss(
     `student_head` are computed beside the loss, so that the backward pass only scales them.
 
     Args:
-        student_hidden: [m, hidden], of the supervised positions.
+        student_hidden: [m, hidden], of the supervised positions; a model that scales its logits has scaled
+            these.
         student_head: [vocab, hidden].
         teacher_hidden: [m, teacher_hidden], of the same positions; constant.
         teacher_head: [vocab, teacher_hidden]; constant.
         target_ids: int64 [m], the token that follows each position.
         loss: kind, temperature and weights.
         chunk_tokens: supervised tokens in a chunk.
+        student_soft_cap: c of the model's logits = c tanh(products / c); None: the products themselves.
+        teacher_soft_cap: the same of the teacher.
 
     Raises:
         ValueError: the shapes disagree.
@@ -134,6 +139,8 @@ def chunked_distillation_loss(
                 target_ids,
                 partial(chunk_loss, loss=loss),
                 chunk_tokens,
+                student_soft_cap,
+                teacher_soft_cap,
             )
         )
 
@@ -149,6 +156,8 @@ class _ChunkedLoss(torch.autograd.Function):
         target_ids: Tensor,
         chunk_loss: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]],
         chunk_tokens: int,
+        student_soft_cap: float | None,
+        teacher_soft_cap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         sums = torch.zeros(3, device=hidden.device)
         hidden_grad, head_grad = torch.zeros_like(hidden), torch.zeros_like(head)
@@ -156,7 +165,12 @@ class _ChunkedLoss(torch.autograd.Function):
             chunk = slice(start, start + chunk_tokens)
             logits = linear(hidden[chunk], head)
             teacher_logits = linear(teacher_hidden[chunk], teacher_head)
+            slope = None if student_soft_cap is None else _soft_cap(logits, student_soft_cap)
+            if teacher_soft_cap is not None:
+                _soft_cap(teacher_logits, teacher_soft_cap)
             *terms, logits_grad = chunk_loss(logits, teacher_logits, target_ids[chunk])
+            if slope is not None:
+                logits_grad.mul_(slope)
             sums += torch.stack(terms)
             torch.mm(logits_grad, head, out=hidden_grad[chunk])
             head_grad.addmm_(logits_grad.t(), hidden[chunk])
@@ -170,7 +184,15 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, head_grad = ctx.saved_tensors
         # In place: the head's gradient is as large as the head, and nobody needs it unscaled.
-        return hidden_grad.mul_(grad_output), head_grad.mul_(grad_output), *[None] * 5
+        return hidden_grad.mul_(grad_output), head_grad.mul_(grad_output), *[None] * 7
+
+
+def _soft_cap(products: Tensor, cap: float) -> Tensor:
+    """Turn `products` into c tanh(products / c) in place; the derivative."""
+    tanh = products.div_(cap).tanh_()
+    slope = 1 - tanh.square()
+    products.mul_(cap)
+    return slope
 
 
 def _by_autograd(
