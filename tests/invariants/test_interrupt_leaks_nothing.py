@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -11,10 +12,10 @@ import pytest
 
 from tessera_cli.engine.engine import Engine
 from tessera_cli.engine.scheduler_output import SchedulerOutput
-from tessera_cli.engine.sequence import Sequence, SequenceKey
+from tessera_cli.engine.sequence import FinishReason, Sequence, SequenceKey
 from tessera_cli.engine.step_result import StepResult
 from tessera_cli.models.decoder import Decoder
-from tests.engines import greedy, make_engine, run_to_end, tiny_decoder
+from tests.engines import greedy, make_engine, run_samples, run_to_end, tiny_decoder
 
 # The second one forks, and the last one begins like the first.
 PROMPTS = {"a": [5] * 6, "b": [6] * 3, "c": [7] * 9, "d": [5] * 5}
@@ -23,6 +24,8 @@ FILES = (
     "engine/engine.py",
     "engine/scheduler.py",
     "engine/step_plan.py",
+    "engine/step_undo.py",
+    "engine/admission.py",
     "engine/queues.py",
     "engine/block_pool.py",
     "engine/prefix_cache.py",
@@ -88,15 +91,45 @@ def interrupt_at(line: int, step: Callable[[], object]) -> bool:
     return False
 
 
-def interrupted(path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """The engine after its step `number` was cut at its first line, at its second, and so on."""
+def interrupted(
+    path: Path, number: int, monkeypatch: pytest.MonkeyPatch, act: Callable[[Engine], object] = Engine.step
+) -> Iterator[Engine]:
+    """The engine after `number` steps and an `act` that was cut at its first line, its second, and so on."""
     decoder = tiny_decoder(path)
     line = 1
-    while interrupt_at(line, (engine := engine_before_step(decoder, number, monkeypatch)).step):
+    while interrupt_at(line, partial(act, engine := engine_before_step(decoder, number, monkeypatch))):
         engine._scheduler.check_invariants()
         yield engine
         line += 1
-    assert line > 100
+    assert line > 50
+
+
+def finish_all_samples(engine: Engine) -> None:
+    for index in range(NUM_SAMPLES["b"]):
+        engine.finish("b", index)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda engine: engine.abort("a"),
+        lambda engine: engine.abort("b"),
+        finish_all_samples,
+        lambda engine: engine.add_request("new", [3] * 5, greedy(3)),
+        lambda engine: engine.reset_prefix_cache(),
+    ],
+    ids=["abort", "abort samples", "finish", "add", "reset"],
+)
+def test_a_call_between_steps_leaves_it_done_or_not_begun(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Engine], object]
+) -> None:
+    for engine in interrupted(tiny_model_dir, 2, monkeypatch, act):
+        live = set(engine._records.requests)
+        assert set(engine._scheduler.queues.requests) == live
+        outputs = run_samples(engine)
+        assert set(outputs) == live
+        last = [samples[-1].finish_reason for samples in outputs.values()]
+        assert last == [FinishReason.LENGTH] * len(live)
 
 
 def live(engine: Engine) -> dict[SequenceKey, Sequence]:

@@ -1,6 +1,9 @@
 """What is refused when it is added, because it could never run."""
 
-from tessera_cli.engine.config import EngineConfig
+from collections.abc import Iterable
+from operator import index
+
+from tessera_cli.engine.config import EngineConfig, require
 from tessera_cli.engine.sequence import Sequence
 from tessera_cli.errors import CapacityError, UsageError
 
@@ -12,7 +15,8 @@ def check_request(sequence: Sequence, config: EngineConfig, *, is_known: bool) -
     here can run once all better-ranked sequences have ended.
 
     Raises:
-        UsageError: an empty prompt, a request id that is still in use, or a priority that is not heeded.
+        UsageError: an empty prompt, a request id that is still in use, a priority that is not heeded or is no
+            whole number, or a salt that is no text.
         CapacityError: a prompt that leaves no room for output, or more samples than can run at once.
     """
     name = f"request {sequence.request_id!r}"
@@ -20,6 +24,9 @@ def check_request(sequence: Sequence, config: EngineConfig, *, is_known: bool) -
         raise UsageError(f"{name} is already in the engine", hint="give each live request its own id")
     if sequence.num_tokens == 0:
         raise UsageError(f"{name} has an empty prompt", hint="give at least one token")
+    require("priority", repr(sequence.priority), isinstance(sequence.priority, int), "a whole number")
+    salt = sequence.cache_salt
+    require("cache_salt", repr(salt), salt is None or isinstance(salt, str), "text")
     if sequence.priority and config.scheduling_policy == "fcfs":
         raise UsageError(
             f"{name} has priority {sequence.priority}, and the engine goes by arrival alone",
@@ -39,3 +46,25 @@ def check_request(sequence: Sequence, config: EngineConfig, *, is_known: bool) -
             f" {getattr(config, limit)}",
             hint=f"lower n or raise {limit}",
         )
+
+
+def check_prompt(request_id: str, token_ids: Iterable[int], vocab_size: int) -> list[int]:
+    """The prompt as plain numbers.
+
+    Raises:
+        UsageError: something in it is no whole number from 0 to `vocab_size - 1`.
+    """
+    try:
+        prompt = [index(token) for token in token_ids]
+    except TypeError as error:
+        raise UsageError(
+            f"request {request_id!r} has a prompt that is no list of token ids: {error}",
+            hint="give token ids, which are whole numbers",
+        ) from None
+    bad = next((token for token in prompt if not 0 <= token < vocab_size), None)
+    if bad is not None:
+        raise UsageError(
+            f"request {request_id!r} has a prompt with token id {bad}",
+            hint=f"the model's ids go from 0 to {vocab_size - 1}",
+        )
+    return prompt

@@ -2,10 +2,13 @@
 
 import secrets
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
+from tessera_cli.engine.admission import check_prompt
 from tessera_cli.engine.config import EngineConfig
 from tessera_cli.engine.model_runner import ModelRunner
 from tessera_cli.engine.observer import StepObserver
@@ -110,12 +113,7 @@ class Engine:
             CapacityError: the prompt leaves no room for output in `max_model_len`, or more samples than can
                 run at once.
         """
-        bad = next((token for token in prompt_token_ids if not 0 <= token < self._vocab_size), None)
-        if bad is not None:
-            raise UsageError(
-                f"request {request_id!r} has a prompt with token id {bad}",
-                hint=f"the model's ids go from 0 to {self._vocab_size - 1}",
-            )
+        prompt_token_ids = check_prompt(request_id, prompt_token_ids, self._vocab_size)
         check_against_vocabulary(params, self._vocab_size)
         matcher = None
         if params.structured_output is not None:
@@ -128,13 +126,16 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         sequence = Sequence(request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
-        self._scheduler.add(sequence)
-        self._records.add(sequence, matcher)
+        self._scheduler.check(sequence)
+        with self._mended():
+            self._scheduler.add(sequence)
+            self._records.add(sequence, matcher)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free its blocks; no output follows. False if there is none of that id."""
-        was_live = self._scheduler.abort(request_id)
-        self._records.requests.pop(request_id, None)
+        with self._mended():
+            was_live = self._scheduler.abort(request_id)
+            self._records.requests.pop(request_id, None)
         return was_live
 
     def finish(self, request_id: str, index: int) -> bool:
@@ -142,14 +143,16 @@ class Engine:
 
         False if it is not live.
         """
-        sequence = self._scheduler.finish(request_id, index, FinishReason.STOP)
-        if sequence is not None:
-            self._records.count([sequence], self._scheduler.queues.requests)
+        with self._mended():
+            sequence = self._scheduler.finish(request_id, index, FinishReason.STOP)
+            if sequence is not None:
+                self._records.count([sequence], self._scheduler.queues.requests)
         return sequence is not None
 
     def reset_prefix_cache(self) -> None:
         """Let nothing that was computed before be found; needed when the weights change."""
-        self._scheduler.reset_prefix_cache()
+        with self._mended():
+            self._scheduler.reset_prefix_cache()
 
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
@@ -158,13 +161,13 @@ class Engine:
     def step(self) -> list[SequenceOutput]:
         """Schedule, run, sample and commit once.
 
-        After an exception the step is undone, and the next call computes it again. Ctrl-C may come when the
-        tokens are already committed: they are lost with the outputs, and the books balance all the same.
+        After an exception the step is undone, and the next call computes it again. Ctrl-C may come, and the
+        observer fail, after the commit: the tokens are lost with the outputs, and the books balance.
 
         Returns:
             An output for each sequence that got a token or ended, best rank first, samples in their order.
         """
-        try:
+        with self._mended():
             times = [time.monotonic()]
             self.scheduled_request_ids = ()
             output = self._scheduler.schedule()
@@ -184,10 +187,6 @@ class Engine:
                     for part, (start, end) in zip(("schedule", "run", "commit"), pairwise(times), strict=True)
                 }
                 self.observer.on_step(output, result.tokens, finished, timings, self.stats())
-        except BaseException:  # Ctrl-C included, which may come between any two lines
-            self._scheduler.rollback()
-            self._records.rewind(self._scheduler.queues.requests)
-            raise
         return outputs
 
     def stats(self) -> EngineStats:
@@ -218,6 +217,19 @@ class Engine:
         scheduler = self._scheduler
         latencies = self._records.latencies
         return take_snapshot(scheduler.queues, scheduler.block_pool, self.stats(), latencies)
+
+    @contextmanager
+    def _mended(self) -> Iterator[None]:
+        """Undo a step that fails, and mend what Ctrl-C leaves half done; it comes between any two lines."""
+        try:
+            yield
+        except BaseException:
+            self._scheduler.rollback()
+            live = self._scheduler.queues.requests
+            for request_id in live.keys() - self._records.requests.keys():
+                self._scheduler.abort(request_id)
+            self._records.rewind(live)
+            raise
 
     def _take(
         self, output: SchedulerOutput, result: StepResult, finished: list[Sequence], *, started: float

@@ -37,7 +37,7 @@ class PublishedBlock:
 def root_digest(*, cache_salt: str | None = None, model_id: str | None = None) -> bytes:
     """What a sequence's digests start from, so that nothing of another salt or another model fits."""
     fields = ((b"salt", cache_salt), (b"model", model_id))
-    return _digest((tag, value.encode()) for tag, value in fields if value is not None)
+    return _digest((tag, value.encode(errors="surrogatepass")) for tag, value in fields if value is not None)
 
 
 def block_digest(parent: bytes, token_ids: SequenceOf[int]) -> bytes:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import count
 from operator import attrgetter
 
-from tessera_cli.engine.sequence import Sequence, SequenceStatus
+from tessera_cli.engine.sequence import FinishReason, Sequence, SequenceStatus
 
 _rank = attrgetter("rank")
 
@@ -67,6 +67,12 @@ class Queues:
             self.requests.pop(sequence.request_id, None)
         sequence.status = SequenceStatus.FINISHED
 
+    def end(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Drop a sequence that has ended; `sweep` has to follow. Doing it twice changes nothing."""
+        sequence.block_table.clear()
+        self.forget(sequence)
+        sequence.finish_reason = reason
+
     def sweep(self) -> None:
         """Drop the finished from both queues."""
         self.running = [s for s in self.running if s.status is SequenceStatus.RUNNING]
@@ -75,6 +81,7 @@ class Queues:
 
     def rebuild(self) -> None:
         """Make both queues anew: those of the live sequences that hold blocks run."""
+        self.requests = {request_id: live for request_id, live in self.requests.items() if live}
         ordered = self.ordered()
         self.running = [sequence for sequence in ordered if sequence.block_table]
         self.waiting = [sequence for sequence in ordered if not sequence.block_table]

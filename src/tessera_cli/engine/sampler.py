@@ -1,6 +1,7 @@
 """Logits to token ids: each row by its own parameters and random numbers, whatever its neighbours do."""
 
 import hashlib
+import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
@@ -65,15 +66,16 @@ def sample(
     The order is vLLM's: the mask of the structured output, the ends that `min_tokens` forbids, `logit_bias`,
     the penalties; for greedy rows the most likely token; for others temperature, min-p, top-k, top-p over
     what these left, and the inverse of the cumulative distribution, in vocabulary order, at the row's uniform
-    numbers. A row that holds a NaN or an infinity, or whose every token is forbidden, fails alone: it has a
-    `SampleError` for each token.
+    numbers. A row that holds a NaN or an infinity, or spans more than float32 can, or whose every token is
+    forbidden, fails alone: it has a `SampleError` for each token.
 
     Args:
         logits: float32 [n, vocab]; left as they are.
         rows: what each of them is for.
         eos_token_ids: the model's end-of-sequence tokens.
     """
-    finite = (logits.amax(dim=-1).isfinite() & logits.amin(dim=-1).isfinite()).tolist()
+    # The spread too: where it overflows, log-probabilities are not finite.
+    finite = (logits.amax(dim=-1) - logits.amin(dim=-1)).isfinite().tolist()
     results: list[list[int | SampleError]] = [[] for _ in rows]
     plain = [row for row, item in enumerate(rows) if item.is_greedy and not item.is_adjusted]
     if plain:
@@ -115,9 +117,9 @@ def _sample_copied(
         drawn = _draw(weights.sub_(highest[random, None]), [rows[row] for row in random])
         for row, tokens in zip(random, drawn, strict=True):
             results[row] = list(tokens)
-    for row, is_finite in enumerate(highest.isfinite().tolist()):
-        if not is_finite:
-            results[row] = [_no_token(rows[row])] * len(rows[row].uniforms)
+    for row, value in enumerate(highest.tolist()):
+        if not math.isfinite(value):
+            results[row] = [_no_token(rows[row], value)] * len(rows[row].uniforms)
     return results
 
 
@@ -162,7 +164,9 @@ def _draw(relative: Tensor, rows: Sequence[SampleRow]) -> list[list[int]]:
     return [drawn[: len(row.uniforms)] for drawn, row in zip(tokens, rows, strict=True)]
 
 
-def _no_token(row: SampleRow) -> SampleError:
+def _no_token(row: SampleRow, highest: float) -> SampleError:
+    if highest != -math.inf:
+        return SampleError("repetition_penalty makes the logits larger than float32 can hold")
     if row.matcher is not None and row.matcher.error is not None:
         return SampleError(f"the structured output failed: {row.matcher.error}")
     return SampleError("no token is left: structured_output, logit_bias, min_tokens and penalties forbid all")

@@ -12,6 +12,8 @@ from tessera_cli.errors import UsageError
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
+MAX_PENALTY = 1e6  # of the repetition; the others are within ±2
+MAX_TEMPERATURE = 1e6  # long before it every token is as likely as any other
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class SamplingParams:
         self._check_stops()
 
     def _check_distribution(self) -> None:
-        _require_number("temperature", self.temperature, 0.0, math.inf, "a finite number, at least 0")
+        _require_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE, "from 0 to 1e6")
         _require_number("top_p", self.top_p, 0.0, 1.0, "greater than 0 and at most 1", above=True)
         require("top_k", self.top_k, _is_int(self.top_k, 0), "a whole number, at least 0, which is off")
         _require_number("min_p", self.min_p, 0.0, 1.0, "from 0, which is off, to 1")
@@ -120,7 +122,7 @@ class SamplingParams:
     def _check_biases(self) -> None:
         penalty = self.repetition_penalty
         _require_number(
-            "repetition_penalty", penalty, 0.0, math.inf, "a finite number, greater than 0", above=True
+            "repetition_penalty", penalty, 0.0, MAX_PENALTY, "greater than 0 and at most 1e6", above=True
         )
         for name in ("presence_penalty", "frequency_penalty"):
             _require_number(name, getattr(self, name), -2.0, 2.0, "from -2 to 2")
@@ -190,8 +192,8 @@ def _is_int(value: object, low: int, high: float = math.inf) -> bool:
 def _require_number(
     name: str, value: object, low: float, high: float, expected: str, *, above: bool = False
 ) -> None:
-    """A finite number from `low` to `high`, or with `above` greater than `low`; a NaN fails."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """A number from `low` to `high`, both finite, or with `above` greater than `low`; a NaN fails."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_valid = is_number and low <= value <= high and not (above and value == low)  # type: ignore[operator]
     require(name, value, is_valid, expected)
 

@@ -24,7 +24,8 @@ from tessera_cli.engine.prefix_cache import PrefixCache
 from tessera_cli.engine.queues import Queues
 from tessera_cli.engine.scheduler_output import ScheduledSequence, SchedulerOutput
 from tessera_cli.engine.sequence import FinishReason, SampleError, Sequence, SequenceKey
-from tessera_cli.engine.step_plan import Step, StepPlanner, release, restart, withdraw
+from tessera_cli.engine.step_plan import Step, StepPlanner, release, withdraw
+from tessera_cli.engine.step_undo import undo_step
 
 
 class Scheduler:
@@ -65,15 +66,13 @@ class Scheduler:
         """Whether any sequence is waiting or running."""
         return bool(self.queues.requests)
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a new request behind all others of its priority; allowed during a step.
-
-        Raises:
-            UsageError: an empty prompt, a request id that is still in use, or a priority that is not heeded.
-            CapacityError: a prompt that leaves no room for output in `max_model_len`, or more samples than
-                can run at once.
-        """
+    def check(self, sequence: Sequence) -> None:
+        """Refuse what `check_request` refuses."""
         check_request(sequence, self.config, is_known=sequence.request_id in self.queues.requests)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new request behind all others of its priority, if `check` passes; allowed during a step."""
+        self.check(sequence)
         self.queues.add(sequence)
 
     def abort(self, request_id: str) -> bool:
@@ -87,7 +86,7 @@ class Scheduler:
         for sequence in sequences:
             sequence.aborted = True
         if self._step is None:
-            self._end((sequence, FinishReason.ABORT) for sequence in sequences)
+            self._end_between_steps((sequence, FinishReason.ABORT) for sequence in sequences)
         else:
             self._step.aborted += sequences
         return bool(sequences)
@@ -104,7 +103,7 @@ class Scheduler:
             if sequence.child_index == child_index:
                 if sequence.num_pending_forks:
                     raise RuntimeError(f"request {request_id!r} is finished before it has forked")
-                self._end([(sequence, reason)])
+                self._end_between_steps([(sequence, reason)])
                 return sequence
         return None
 
@@ -171,34 +170,9 @@ class Scheduler:
         return [sequence for sequence, _ in ended]
 
     def rollback(self) -> None:
-        """Undo a step that failed, wherever it was: what it computed and sampled counts for nothing.
-
-        Ctrl-C may come between any two lines of `schedule` and `commit`, so queues and pool are made anew
-        from the live sequences, and the prefix cache, which cannot be trusted, is empty. Sequences that ran
-        before go on with their blocks, up to the first that cannot: one that the step has preempted, because
-        it may have written into the blocks that it took, or one with a block whose copy may be missing. That
-        one and all behind it wait and hold none. What the step wrote into blocks that stay with their owner
-        is at positions not yet computed. Where `commit` had already decided who ends, they end.
-        """
-        step = self._step
-        if step is not None and step.is_decided:
-            for sequence, reason in step.ended:
-                self._forget(sequence, reason)
-        elif step is not None:
-            self._undo(step)
-        waits = False
-        for sequence in self.queues.ordered():
-            waits = waits or not sequence.num_computed_tokens
-            if waits or sequence.aborted:
-                restart(sequence)
-            if sequence.aborted:
-                self._forget(sequence, FinishReason.ABORT)
+        """Undo a step that failed, or any other call that was interrupted; `undo_step` says how."""
+        self.block_pool = undo_step(self._step, self.config, self.queues, self.prefix_cache)
         self._step = None
-        self.queues.rebuild()
-        self.prefix_cache.clear()
-        tables = [sequence.block_table for sequence in self.queues.running]
-        self.block_pool = BlockPool(self.config.num_blocks, self.prefix_cache, tables)
-        self.reset_prefix_cache()
 
     def check_invariants(self) -> None:
         """Check what holds between any two calls; cheap enough to run after every step of a test.
@@ -237,19 +211,11 @@ class Scheduler:
         if is_due and not any(isinstance(token, SampleError) for token in sampled):
             self.prefix_cache.publish(sequence)
 
-    def _undo(self, step: Step) -> None:
-        for item in step.scheduled:
-            sequence = item.sequence
-            sequence.num_computed_tokens = item.start
-            if item.num_samples:
-                del sequence.token_ids[item.start + item.num_scheduled_tokens :]
-                sequence.num_pending_forks = item.num_samples - 1
-            sequence.error = sequence.stop_reason = None
-        for sequence in (*step.admitted, *step.copied):
-            sequence.num_computed_tokens = 0
-        for child in step.children:
-            child.block_table.clear()
-            self.queues.forget(child)
+    def _end_between_steps(self, ended: Iterable[tuple[Sequence, FinishReason]]) -> None:
+        """End sequences in a step of nothing else, so that a rollback ends those that an interrupt left."""
+        self._step = step = Step(budget=0, ended=list(ended), is_decided=True)
+        self._end(step.ended)
+        self._step = None
 
     def _end(self, ended: Iterable[tuple[Sequence, FinishReason]]) -> None:
         """Free the blocks of sequences and forget them; what an error may have poisoned is not kept."""
@@ -258,13 +224,8 @@ class Scheduler:
                 for block in sequence.block_table:
                     self.prefix_cache.forget(block)
             release(sequence, self.block_pool)
-            self._forget(sequence, reason)
+            self.queues.end(sequence, reason)
         self.queues.sweep()
-
-    def _forget(self, sequence: Sequence, reason: FinishReason) -> None:
-        sequence.block_table.clear()
-        sequence.finish_reason = reason
-        self.queues.forget(sequence)
 
     def _outstanding(self, output: SchedulerOutput) -> Step:
         if self._step is None or self._step.output is not output:

@@ -109,7 +109,7 @@ class StepPlanner:
         num_tokens = 1
         if not self._config.enable_chunked_prefill:
             num_tokens = sequence.num_tokens - len(found) * self._block_size
-        elif self._allowance() < 1:
+        elif self._allowance() < 1 and self._num_free_slots >= _num_slots(sequence):
             return False  # the next step has a new budget; nobody has to give way for it
 
         def fits(num_free_blocks: int, num_idle: int, num_free_slots: int, allowance: int) -> bool:

@@ -120,6 +120,17 @@ def test_a_stop_token_of_the_request_is_the_stop_reason_and_the_models_own_is_no
         assert finished.token_ids == [token]
 
 
+def test_logprobs_of_logits_wider_than_float32_end_the_request_and_not_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = torch.zeros(VOCAB_SIZE)
+    row[3], row[4] = 3e38, -3e38
+    monkeypatch.setattr(engine._runner._model, "logits", lambda hidden: row.repeat(len(hidden), 1))
+    finished = run_requests(engine, {"a": ([5], replace(greedy(3), logprobs=2, prompt_logprobs=1))})["a"]
+    assert (finished.finish_reason, finished.token_ids) == (FinishReason.ERROR, [])
+    assert finished.prompt_logprobs == (None,)
+
+
 @pytest.mark.parametrize("budget", [4, 64])
 @pytest.mark.parametrize("num_blocks", [200, 16])
 def test_logprobs_come_one_per_token_and_those_of_the_prompt_once_and_whole(

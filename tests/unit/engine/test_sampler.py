@@ -1,6 +1,7 @@
 """Sampling: the right distribution, row by row, whatever the neighbours are."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -193,10 +194,24 @@ def test_the_ends_of_the_unit_interval_pick_tokens_with_probability(edge: float)
 
 
 def test_extreme_logits_and_temperatures_stay_finite() -> None:
-    logits = torch.tensor([[3e38, -3e38, 0.0]])
-    for temperature in (1e-4, 1.0, 1e30):
+    logits = torch.tensor([[1.7e38, -1.7e38, 0.0]])
+    for temperature in (1e-4, 1.0, 1e6):
         (token,) = sample_one_each(logits, [SamplingParams(temperature=temperature)], [0.2])
         assert token == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_fails_alone_where_its_spread_or_a_penalty_is_more_than_float32(temperature: float) -> None:
+    logits = torch.tensor([[3e38, -3e38, 0.0], [2.0, 1.0, 0.0], [2.0, 1.0, 0.0]])
+    params = SamplingParams(temperature=temperature)
+    tiny = replace(params, repetition_penalty=1e-39)
+    wide, penalised, plain = sample(logits, [SampleRow(one, [0.1], [0], 1) for one in (params, tiny, params)])
+    assert plain == [0]
+    (wide_error,), (penalty_error,) = wide, penalised
+    assert isinstance(wide_error, SampleError)
+    assert isinstance(penalty_error, SampleError)
+    assert "not finite" in wide_error.message
+    assert "repetition_penalty" in penalty_error.message
 
 
 def test_a_top_k_beyond_the_vocabulary_is_off() -> None:

@@ -15,6 +15,7 @@ REFUSED: list[dict[str, Any]] = [
     {"temperature": -1.0},
     {"temperature": math.nan},
     {"temperature": math.inf},
+    {"temperature": 1e39},  # an infinity in float32, and what is forbidden divided by it is a NaN
     {"temperature": "1"},
     {"temperature": True},
     {"top_p": 0.0},
@@ -26,6 +27,7 @@ REFUSED: list[dict[str, Any]] = [
     {"repetition_penalty": 0.0},
     {"repetition_penalty": -1.0},
     {"repetition_penalty": math.inf},
+    {"repetition_penalty": 10**400},
     {"presence_penalty": 2.1},
     {"frequency_penalty": math.nan},
     {"logit_bias": {-1: 1.0}},
@@ -33,6 +35,7 @@ REFUSED: list[dict[str, Any]] = [
     {"logit_bias": {True: 1.0}},
     {"logit_bias": {5: 101.0}},
     {"logit_bias": {5: math.nan}},
+    {"logit_bias": {5: 10**400}},
     {"logit_bias": [5]},
     {"seed": -1},
     {"seed": 2**63},

@@ -98,6 +98,23 @@ def test_a_victim_is_not_admitted_again_in_the_same_step() -> None:
     assert len(run_all(scheduler, model)) == 4
 
 
+@pytest.mark.parametrize("sizes", [{"max_num_seqs": 2}, {"max_num_batched_tokens": 2}])
+@pytest.mark.parametrize("n", [1, 2])
+def test_b7_no_place_is_kept_by_a_worse_one_whatever_limits_them(sizes: dict[str, int], n: int) -> None:
+    """Where the budget is what bounds the places, those that run leave no token to a newcomer."""
+    scheduler, model = make_scheduler(scheduling_policy="priority", **sizes), FakeModel(4)
+    for sequence in make_sequences([2, 2], max_tokens=20, priority=1, prefix="low"):
+        scheduler.add(sequence)
+    for _ in range(3):
+        run_step(scheduler, model)
+    (urgent,) = make_sequences([2], max_tokens=3, n=n, prefix="urgent")
+    scheduler.add(urgent)
+    output, _ = run_step(scheduler, model)
+    assert output.scheduled[0].sequence is urgent
+    assert [sequence.request_id for sequence in output.preempted] == ["low1", "low0"][:n]
+    assert len(run_all(scheduler, model)) == 2 + n
+
+
 def test_an_urgent_prefill_leaves_each_running_sequence_a_token() -> None:
     scheduler, model = make_scheduler(max_num_batched_tokens=6, scheduling_policy="priority"), FakeModel(4)
     add(scheduler, "a", 3, 1)
