@@ -156,6 +156,8 @@ class CacheDirectory:
             try:
                 # No metadata: safetensors writes more than one entry in no fixed order.
                 save_file(dict(tensors), temporary)
+                # safetensors writes for its owner only.
+                temporary.chmod((self.path / MANIFEST_FILE).stat().st_mode & 0o777)
                 _sync(temporary)
                 digest = file_sha256(temporary)
                 temporary.replace(file)

@@ -106,14 +106,18 @@ def plan_caches(
     exact |= {"data": run_fingerprints["data.eval"], "packing": packing}
     return (
         CachePlan(
-            "train", _path(recipe, "train", train, home), train, codec, _shards(micro_batches, shard_targets)
+            "train",
+            _path(recipe, "train", train, home),
+            train,
+            codec,
+            plan_shards(micro_batches, shard_targets),
         ),
         CachePlan(
             "eval",
             _path(recipe, "eval", exact, home),
             exact,
             HiddenCodec(torch.float32),
-            _shards(held_out, shard_targets),
+            plan_shards(held_out, shard_targets),
         ),
     )
 
@@ -140,7 +144,8 @@ def _path(recipe: Recipe, split: str, fingerprints: dict[str, str], home: Path) 
     return home / "teacher-caches" / f"{split}-{name}"
 
 
-def _shards(micro_batches: Iterable[MicroBatch], shard_targets: int) -> tuple[PlannedShard, ...]:
+def plan_shards(micro_batches: Iterable[MicroBatch], shard_targets: int) -> tuple[PlannedShard, ...]:
+    """All documents of `micro_batches`, each once and where it comes first, in shards of `shard_targets`."""
     shards: list[PlannedShard] = []
     known: set[bytes] = set()
     batches: list[MicroBatch] = []
