@@ -205,8 +205,9 @@ class AsyncLLM:
         self, prompt: list[int], params: SamplingParams, priority: int, cache_salt: str | None
     ) -> NewRequest:
         arrival_time = time.monotonic()
-        streams = [
-            TextStream(
+
+        def new_stream(sample: int) -> TextStream:
+            return TextStream(
                 sample,
                 params,
                 self.tokenizer.stream(),
@@ -214,9 +215,9 @@ class AsyncLLM:
                 token_bytes=self.token_bytes,
                 arrival_time=arrival_time,
             )
-            for sample in range(params.n)
-        ]
-        return NewRequest(f"request-{next(self._numbers)}", prompt, params, streams, priority, cache_salt)
+
+        request_id = f"request-{next(self._numbers)}"
+        return NewRequest(request_id, prompt, params, new_stream, priority, cache_salt)
 
     def _deliver_later(self, events: list[Event]) -> None:
         with suppress(RuntimeError):  # the loop is closed, and nobody waits any more

@@ -63,18 +63,24 @@ Event = Chunk | RequestFailed
 
 @dataclass
 class NewRequest:
-    """A request on its way into the engine, with a stream for each of its samples."""
+    """A request on its way into the engine.
+
+    `new_stream` makes the stream of a sample, once the engine has found that there may be so many.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
-    streams: list[TextStream]
+    new_stream: Callable[[int], TextStream]
     priority: int = 0
     cache_salt: str | None = None
+    streams: list[TextStream] = field(default_factory=list)
     num_told: list[int] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.num_told = [0] * len(self.streams)
+    def begin(self) -> None:
+        """Make the streams."""
+        self.streams = [self.new_stream(sample) for sample in range(self.params.n)]
+        self.num_told = [0] * self.params.n
 
     @property
     def is_over(self) -> bool:
@@ -156,6 +162,7 @@ class EngineThread:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
             )
+            request.begin()
             self._live[request.request_id] = request
 
         return self.call(work)
