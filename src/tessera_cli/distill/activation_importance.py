@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from tessera_cli.distill.data import TrainBatch
 from tessera_cli.distill.student import forward_batch
 from tessera_cli.models.decoder import Decoder
-from tessera_cli.models.layers import RMSNorm
 
 Record = Callable[[str, Tensor], None]
 
@@ -20,7 +19,8 @@ class ActivationImportance:
     """Scores in float64 on the CPU; more is more important.
 
     Attributes:
-        hidden: [hidden], of the hidden state's channels, summed over the norms.
+        hidden: [hidden], of the hidden state's channels, summed over what reads it: each layer's `qkv_proj`
+            and `gate_up_proj`, and the head.
         neurons: [layers, intermediate], of what enters `down_proj`.
         heads: [layers, query heads], of what enters `o_proj`.
     """
@@ -34,7 +34,7 @@ class ActivationImportance:
 def activation_importance(teacher: Decoder, batches: Iterable[TrainBatch]) -> ActivationImportance:
     """Minitron's importance (arXiv 2407.14679): the mean of |activation| over a document, L2 over documents.
 
-    Channels are judged behind each norm of hidden states, a head by the L2 norm of its output.
+    A head's activation is the L2 norm of its output.
     """
     squares: dict[str, Tensor] = {}
     for batch in batches:
@@ -51,12 +51,16 @@ def activation_importance(teacher: Decoder, batches: Iterable[TrainBatch]) -> Ac
 
         with _recording(teacher, record):
             forward_batch(teacher, batch)
-    scores = {name: square.sqrt() for name, square in squares.items()}
-    layers = range(len(teacher.layers))
+
+    def scores(module: str) -> Tensor:
+        return torch.stack(
+            [squares[f"layers.{layer}.{module}"].sqrt() for layer in range(len(teacher.layers))]
+        )
+
     return ActivationImportance(
-        hidden=torch.stack([score for name, score in scores.items() if name.endswith("norm")]).sum(0),
-        neurons=torch.stack([scores[f"layers.{layer}.down_proj"] for layer in layers]),
-        heads=torch.stack([scores[f"layers.{layer}.o_proj"] for layer in layers]),
+        hidden=scores("qkv_proj").sum(0) + scores("gate_up_proj").sum(0) + squares["norm"].sqrt(),
+        neurons=scores("down_proj"),
+        heads=scores("o_proj"),
     )
 
 
@@ -66,15 +70,14 @@ def _recording(teacher: Decoder, record: Record) -> Iterator[None]:
     with ExitStack() as hooks:
         for name, module in teacher.named_modules():
             part = name.rpartition(".")[2]
-            if part == "down_proj":
-                handle = module.register_forward_pre_hook(_on_input(name, record, 1))
+            if part in ("qkv_proj", "gate_up_proj", "down_proj"):
+                hook = _on_input(name, record, 1)
             elif part == "o_proj":
-                handle = module.register_forward_pre_hook(_on_input(name, record, teacher.config.head_dim))
-            elif isinstance(module, RMSNorm) and part not in ("q_norm", "k_norm"):
-                handle = module.register_forward_hook(_on_output(name, record))
+                hook = _on_input(name, record, teacher.config.head_dim)
             else:
                 continue
-            hooks.callback(handle.remove)
+            hooks.callback(module.register_forward_pre_hook(hook).remove)
+        hooks.callback(teacher.norm.register_forward_hook(_on_output("norm", record)).remove)
         yield
 
 

@@ -27,8 +27,9 @@ class ModelFigures:
 class MemoryEstimate:
     """Bytes that training needs besides activations.
 
-    `student` is float32 weights, gradients and both AdamW moments (16 bytes a parameter); `loss` the logits
-    of one chunk, of both models and in float32, with the buffers of the same size that the loss works in.
+    `student` is float32 weights, gradients and both AdamW moments (16 bytes a parameter), of the projections
+    that a loss of hidden states learns as well; `loss` the logits of one chunk, of both models and in
+    float32, with the buffers of the same size that the loss works in.
     """
 
     teacher: int
@@ -121,6 +122,14 @@ def _memory(recipe: Recipe, teacher: ModelConfig, student: ModelConfig) -> Memor
     teacher_bytes = 4 if recipe.teacher.dtype == "auto" else _BYTES[recipe.teacher.dtype]
     return MemoryEstimate(
         teacher=teacher_bytes * teacher.num_parameters,
-        student=16 * student.num_parameters,
+        student=16 * (student.num_parameters + _projection_parameters(recipe, teacher, student)),
         loss=chunk + head_gradient,
     )
+
+
+def _projection_parameters(recipe: Recipe, teacher: ModelConfig, student: ModelConfig) -> int:
+    pairs = recipe.loss.hidden.pairs
+    if pairs is None or student.hidden_size == teacher.hidden_size:
+        return 0
+    num_pairs = student.num_hidden_layers if pairs == "even" else len(pairs)
+    return num_pairs * student.hidden_size * teacher.hidden_size

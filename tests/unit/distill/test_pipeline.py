@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tessera_cli.distill import pipeline, run_directory
+from tessera_cli.distill import run_directory, run_models
 from tessera_cli.distill.events import CheckpointSaved, Evaluated, Note, StageStarted, TrainStep
 from tessera_cli.distill.pipeline import evaluate_run, run_recipe
 from tessera_cli.distill.run_status import latest_unfinished, list_runs, read_run
@@ -399,7 +399,7 @@ def test_a_student_of_important_layers_resumes_with_the_same_layers(run, recipe_
         run(recipe, tmp_path / "run", listener=stop_at(lambda e: isinstance(e, TrainStep)))
     layers = read_run(tmp_path / "run").layers
     assert len(layers) == 2
-    monkeypatch.setattr(pipeline, "decide_start", None)
+    monkeypatch.setattr(run_models, "decide_start", None)
     run(recipe, tmp_path / "run", resume=True)
     assert read_run(tmp_path / "run").layers == layers
 

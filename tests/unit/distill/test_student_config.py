@@ -75,6 +75,18 @@ def test_pairs_of_layers_that_are_not_there_are_refused_by_the_plan(recipe_file:
     _plan(recipe_file, "{num_hidden_layers: 3}", "loss.hidden={kind: mse, pairs: [[2, 2]]}")
 
 
+def test_the_memory_of_projections_is_planned(recipe_file: Path) -> None:
+    narrow = "{init: width, hidden_size: 32}"
+    plain = _plan(recipe_file, narrow)
+    even = _plan(recipe_file, narrow, "loss.hidden={kind: mse}")
+    assert even.memory.student - plain.memory.student == 16 * 3 * 32 * 64
+    listed = _plan(recipe_file, narrow, "loss.hidden={kind: mse, pairs: [[2, 2]]}")
+    assert listed.memory.student - plain.memory.student == 16 * 32 * 64
+    as_wide = "{init: width, intermediate_size: 32}"
+    with_loss = _plan(recipe_file, as_wide, "loss.hidden={kind: mse}")
+    assert with_loss.memory == _plan(recipe_file, as_wide).memory
+
+
 def test_kv_bytes_are_those_of_the_exported_type(recipe_file: Path) -> None:
     plan = _plan(recipe_file, "{num_hidden_layers: 3}", "export.dtype=bfloat16")
     assert plan.student.kv_bytes_per_token * 2 == plan.teacher.kv_bytes_per_token

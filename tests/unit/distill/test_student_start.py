@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tessera_cli.distill import pipeline
+from tessera_cli.distill import run_models
 from tessera_cli.distill.data import build_batch
 from tessera_cli.distill.events import TrainStep
 from tessera_cli.distill.pipeline import evaluate_run, run_recipe
@@ -30,7 +30,7 @@ def test_chosen_layers_keep_their_windows_and_rotations(family: str, tmp_path: P
     teacher = load_decoder(write_family(family, tmp_path / "teacher"), dtype=torch.float32)
     student = build_student(teacher, [0, 2])
     batch = build_batch(make_documents([30, 12]))
-    teacher.layers[1].forward = lambda index, x, table, attend: x
+    teacher.layers[1].forward = lambda index, x, *_: x
     assert torch.equal(forward_batch(student, batch), forward_batch(teacher, batch))
     save_decoder(student, tmp_path / "export", dtype=torch.float32)
     token_ids = torch.tensor(random_tokens(30))
@@ -104,7 +104,7 @@ def test_a_run_resumes_to_the_same_bits_and_is_measured_again(
     whole = run("whole")
     with pytest.raises(KeyboardInterrupt):
         run("cut", listener=stop)
-    monkeypatch.setattr(pipeline, "decide_start", None)  # what was decided is not decided again
+    monkeypatch.setattr(run_models, "decide_start", None)  # what was decided is not decided again
     resumed = run("cut", resume=True)
     weights = [load_file(result.export / "model.safetensors") for result in (whole, resumed)]
     assert_same_bits(*weights)

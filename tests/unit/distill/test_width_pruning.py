@@ -138,28 +138,29 @@ def test_the_most_important_groups_are_kept_whole() -> None:
 def test_importance_is_the_mean_of_magnitudes_and_its_norm_over_documents() -> None:
     teacher = make_decoder(1)
     documents = make_documents([9, 4, 6])
-    seen: dict[str, list[Tensor]] = {"down_proj": [], "o_proj": [], "norms": []}
+    seen: dict[str, list[Tensor]] = {"down_proj": [], "o_proj": [], "readers": []}
     layer = teacher.layers[1]
     layer.down_proj.register_forward_pre_hook(lambda _, inputs: seen["down_proj"].append(inputs[0]))
     layer.o_proj.register_forward_pre_hook(lambda _, inputs: seen["o_proj"].append(inputs[0]))
-    norms = [n for block in teacher.layers for n in (block.input_layernorm, block.post_attention_layernorm)]
-    for norm in (*norms, teacher.norm):
-        norm.register_forward_hook(lambda _, __, output: seen["norms"].append(output))
+    for block in teacher.layers:
+        for reader in (block.qkv_proj, block.gate_up_proj):
+            reader.register_forward_pre_hook(lambda _, inputs: seen["readers"].append(inputs[0]))
+    teacher.norm.register_forward_hook(lambda _, __, output: seen["readers"].append(output))
     for document in documents:
         forward_batch(teacher, build_batch([document]))
     means = torch.stack([x.double().abs().mean(0) for x in seen["down_proj"]])
     neurons = means.square().sum(0).sqrt()
     means = torch.stack([x.double().view(len(x), 4, 4).norm(dim=-1).mean(0) for x in seen["o_proj"]])
     heads = means.square().sum(0).sqrt()
-    means = torch.stack([x.double().abs().mean(0) for x in seen["norms"]])
-    hidden = means.view(3, len(norms) + 1, 16).square().sum(0).sqrt().sum(0)
+    means = torch.stack([x.double().abs().mean(0) for x in seen["readers"]])
+    hidden = means.view(3, 2 * len(teacher.layers) + 1, 16).square().sum(0).sqrt().sum(0)
     for batches in ([build_batch(documents)], [build_batch(documents[:1]), build_batch(documents[1:])]):
         importance = activation_importance(teacher, batches)
         torch.testing.assert_close(importance.neurons[1], neurons, rtol=1e-5, atol=1e-8)
         torch.testing.assert_close(importance.heads[1], heads, rtol=1e-5, atol=1e-8)
         torch.testing.assert_close(importance.hidden, hidden, rtol=1e-5, atol=1e-8)
     assert not teacher.layers[0].down_proj._forward_pre_hooks
-    assert [len(norm._forward_hooks) for norm in norms] == [1] * len(norms)
+    assert len(teacher.layers[0].qkv_proj._forward_pre_hooks) == 1  # this test's own
 
 
 def test_a_recorded_choice_reads_back_equal(tmp_path: Path) -> None:
