@@ -40,7 +40,7 @@ def prepare_models(
     """Load what the run needs; with a teacher cache, write first what it lacks.
 
     Raises:
-        UsageError: the cache belongs to another run, or is damaged.
+        UsageError: the cache belongs to another run, or is damaged (a DataError).
         RunError: it cannot be written.
     """
     recipe = inputs.recipe

@@ -181,11 +181,15 @@ class Recipe(Section):
 
     @field_validator("loss")
     @classmethod
-    def _loss_that_drawn_tokens_serve(cls, value: LossSection, info: ValidationInfo) -> LossSection:
+    def _loss_that_the_cache_serves(cls, value: LossSection, info: ValidationInfo) -> LossSection:
         teacher = info.data.get("teacher")
-        if teacher is not None and teacher.cache.kind == "sample" and value.kind != "forward_kl":
+        if teacher is None:
+            return value
+        if teacher.cache.kind == "sample" and value.kind != "forward_kl":
             raise problem(
                 "`teacher.cache.kind: sample` keeps no probabilities: only forward_kl can be learnt from it, "
                 f"not {value.kind}"
             )
+        if teacher.cache.kind != "none" and value.hidden.kind != "none":
+            raise problem("`hidden` needs the teacher's layers, which no `teacher.cache` keeps")
         return value

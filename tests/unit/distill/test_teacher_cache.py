@@ -22,7 +22,7 @@ from tessera_cli.distill.teacher_cache.sample import SampleCodec
 from tessera_cli.distill.teacher_cache.topk import TopKCodec
 from tessera_cli.distill.teacher_cache.verify import require_complete, verify_cache
 from tessera_cli.distill.teacher_cache.writer import write_cache
-from tessera_cli.errors import RunError, UsageError
+from tessera_cli.errors import DataError, RunError, UsageError
 from tests.training_factories import make_decoder, make_documents
 
 DOCUMENTS = tuple(make_documents([9, 4, 6, 12, 3, 8, 5, 7]))
@@ -222,7 +222,7 @@ def test_a_shard_that_is_gone_or_short_is_written_again_alone(tmp_path: Path, da
         shard.unlink()
     else:
         shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(RunError, match="not complete"):
+    with pytest.raises(DataError, match="not complete"):
         require_complete([plan])
     _write(plan)
     assert {name: data for name, data in _files(plan).items() if name.endswith(".safetensors")} == {
@@ -236,21 +236,24 @@ def test_a_shard_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     plan = _write(_plan(tmp_path))
     shard = plan.path / "shard-000000.safetensors"
     shard.write_bytes(bytes(len(shard.read_bytes())))
-    with pytest.raises(UsageError, match="is damaged"):
+    with pytest.raises(DataError, match="is damaged"):
         _reader(plan)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec).__name__)
-def test_verification_finds_a_changed_bit_and_another_teacher(tmp_path: Path, codec: Codec) -> None:
+@pytest.mark.parametrize("where", [-1, -200])  # in the keys, in what is kept
+def test_verification_finds_a_changed_bit_and_another_teacher(
+    tmp_path: Path, codec: Codec, where: int
+) -> None:
     plan = _write(_plan(tmp_path, codec))
     found = verify_cache(plan, make_decoder(1), lambda event: None)
     assert found.num_recomputed == found.num_equal > 0
     assert verify_cache(plan, make_decoder(9), lambda event: None).num_equal == 0
     shard = plan.path / "shard-000000.safetensors"
     content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
+    content[where] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(RunError, match="is damaged"):
+    with pytest.raises(DataError, match="is damaged"):
         verify_cache(plan, make_decoder(1), lambda event: None)
 
 

@@ -66,7 +66,8 @@ def open_caches(
     """The caches of `plans`, complete; `load_teacher` is called only if one of them is not.
 
     Raises:
-        UsageError: a directory is something else, damaged, or being written by another process.
+        UsageError: a directory is something else, or being written by another process.
+        DataError: a shard is damaged.
         RunError: the file system refuses.
         KeyboardInterrupt: the user stopped it; what is complete is kept.
     """

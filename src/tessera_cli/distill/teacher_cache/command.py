@@ -38,7 +38,8 @@ def cache_recipe(
 
     Raises:
         UsageError: whatever can be known before the teacher runs; a directory that is another cache.
-        RunError: the file system refuses, or to verify there is damage or something missing.
+        DataError: there is damage, or to verify something is missing.
+        RunError: the file system refuses.
         KeyboardInterrupt: the user stopped it; what is complete is kept.
     """
     device = select_device(device)

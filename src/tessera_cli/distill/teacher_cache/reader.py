@@ -1,5 +1,6 @@
 """Gives the teacher's side of a batch's loss from a cache."""
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from tessera_cli.distill.teacher_cache.codec import Codec
 from tessera_cli.distill.teacher_cache.keys import batch_keys
 from tessera_cli.distill.teacher_cache.layout import CacheDirectory, ShardRecord
 from tessera_cli.distill.teacher_cache.targets import Targets
-from tessera_cli.errors import RunError, UsageError
+from tessera_cli.errors import DataError, RunError
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +30,7 @@ class CacheReader:
     """Reads a cache, a document at a time, by the documents' content.
 
     Raises:
-        UsageError: the directory is not the cache of `fingerprints`, or a shard is damaged.
+        DataError: a shard is damaged.
     """
 
     def __init__(self, directory: CacheDirectory, codec: Codec) -> None:
@@ -38,7 +39,7 @@ class CacheReader:
         self._shards: list[_Shard] = []
         self._places: dict[bytes, tuple[int, int]] = {}
         for number, record in enumerate(self.records):
-            shard, keys = _open_shard(directory.shard(record.index))
+            shard, keys = _open_shard(directory.shard(record.index), record)
             self._shards.append(shard)
             self._places |= {key: (number, row) for row, key in enumerate(keys)}
 
@@ -76,13 +77,14 @@ class CacheReader:
         return self._codec.decode(self.read(batch_keys(batch)), head)
 
 
-def _open_shard(path: Path) -> tuple[_Shard, list[bytes]]:
+def _open_shard(path: Path, record: ShardRecord) -> tuple[_Shard, list[bytes]]:
+    hint = "remove it, then write it again with `tessera distill cache`"
     try:
         with safe_open(path, framework="pt") as file:
             names = sorted(set(file.keys()) - {"keys", "offsets"})
             keys, offsets = file.get_tensor("keys"), file.get_tensor("offsets")
     except (OSError, SafetensorError) as error:
-        raise UsageError(
-            f"{path} is damaged: {error}", hint="remove it, then write it again with `tessera distill cache`"
-        ) from error
+        raise DataError(f"{path} is damaged: {error}", hint=hint) from error
+    if hashlib.sha256(keys.numpy().tobytes()).hexdigest() != record.keys:
+        raise DataError(f"{path} is damaged: it does not hold the documents that it should", hint=hint)
     return _Shard(path, names, offsets.numpy()), [row.tobytes() for row in keys.numpy()]

@@ -10,7 +10,7 @@ from tessera_cli.distill.teacher_cache.layout import CacheDirectory, file_sha256
 from tessera_cli.distill.teacher_cache.plan import CachePlan, PlannedShard
 from tessera_cli.distill.teacher_cache.reader import CacheReader
 from tessera_cli.distill.teacher_cache.writer import encode_shard
-from tessera_cli.errors import RunError
+from tessera_cli.errors import DataError
 from tessera_cli.models.decoder import Decoder
 
 # Shards whose first micro-batch the teacher computes again.
@@ -32,27 +32,27 @@ def require_complete(plans: Iterable[CachePlan]) -> None:
     """See that there is something whole to verify.
 
     Raises:
-        UsageError: a directory is another cache, or a shard cannot be read.
-        RunError: documents are missing.
+        UsageError: a directory is another cache.
+        DataError: documents are missing, or a shard is damaged.
     """
     for plan in plans:
         if not CacheReader(CacheDirectory(plan.path, plan.fingerprints), plan.codec).holds(plan.keys):
-            raise RunError(f"{plan.path} is not complete", hint="leave --verify out to complete it")
+            raise DataError(f"{plan.path} is not complete", hint="leave --verify out to complete it")
 
 
 def verify_cache(plan: CachePlan, teacher: Decoder, listener: Listener) -> Verification:
     """Read every byte of the complete cache of `plan`, and compute some of its documents again.
 
     Raises:
-        UsageError: the directory is another cache, or a shard cannot be read.
-        RunError: bytes are not those that were written.
+        UsageError: the directory is another cache.
+        DataError: bytes are not those that were written.
     """
     directory = CacheDirectory(plan.path, plan.fingerprints)
     reader = CacheReader(directory, plan.codec)
     for record in reader.records:
         file = directory.shard(record.index)
         if file_sha256(file) != record.sha256:
-            raise RunError(
+            raise DataError(
                 f"{file} is damaged: its bytes are not those that were written",
                 hint="remove it, then write it again with `tessera distill cache`",
             )
