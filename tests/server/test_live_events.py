@@ -141,6 +141,18 @@ def test_the_rates_are_those_since_the_event_before(monkeypatch: pytest.MonkeyPa
     assert encoder.encode(snapshot_of(llm)).ttft is None, "nobody got a first token"
 
 
+def test_tokens_long_ago_count_for_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, encoder = ToyLLM(), LiveEncoder()
+    monkeypatch.setattr("tessera_cli.engine.snapshot.time.monotonic", lambda: 10 + llm._now)
+    llm.add(max_tokens=30)
+    rates = []
+    for seconds in (0.0, 0.45, 0.95, 0.95, 0.95):
+        llm.step()
+        llm._now += seconds
+        rates.append(encoder.encode(snapshot_of(llm)).tokens_per_second)
+    assert rates == [None, *map(pytest.approx, (1 / 0.5, 2 / 1.5, 2 / 2.0, 2 / 2.0))]
+
+
 def test_an_event_goes_through_json() -> None:
     from tessera_cli.serving.api import sse
 

@@ -1,6 +1,6 @@
 """From snapshots of an engine to the events of the live view: what changed, in as few numbers as will do."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -16,6 +16,8 @@ FREE = 0
 CACHED = -1
 # A table of more would be read by nobody; the counts have them all.
 MAX_SEQUENCES = 50
+# Steps of a slow engine come seldom: from one event to the next there is one, or none.
+_RATE_WINDOW = 2.0  # seconds
 # What is random in a long request id is at its end.
 _SHORT_ID = 12
 
@@ -55,7 +57,7 @@ class LiveEvent:
         num_waiting: those that have never run.
         num_preempted: those that have lost their blocks and wait to get them back.
         num_preemptions: how often that has happened since the engine was made.
-        tokens_per_second: sampled tokens since the event before; None in the first.
+        tokens_per_second: sampled tokens over the last two seconds, or since the first event; None in it.
         ttft: mean seconds to the first token, of the samples that got it since the event before; None
             without any.
         tpot: mean seconds from one token to the next, of all later tokens since then; None without any.
@@ -84,6 +86,7 @@ class LiveEncoder:
         self._tiles: NDArray[np.int64] | None = None
         self._owners: dict[SequenceKey, int] = {}
         self._numbers = count(1)
+        self._counts: deque[tuple[float, int]] = deque()
 
     def encode(self, snapshot: EngineSnapshot) -> LiveEvent:
         """The event that follows those of the snapshots before, all of one engine."""
@@ -94,11 +97,8 @@ class LiveEncoder:
         }
         statuses = Counter(one.status for one in snapshot.sequences)
         stats = snapshot.stats
-        rate = ttft = tpot = None
+        ttft = tpot = None
         if before is not None:
-            rate = _mean(
-                stats.generation_tokens - before.stats.generation_tokens, snapshot.time - before.time
-            )
             ttft, tpot = _latencies(before.latencies, snapshot.latencies)
         return LiveEvent(
             stats.num_blocks,
@@ -111,10 +111,18 @@ class LiveEncoder:
             statuses[SequenceStatus.WAITING],
             statuses[SequenceStatus.PREEMPTED],
             stats.num_preemptions,
-            rate,
+            self._rate(snapshot),
             ttft,
             tpot,
         )
+
+    def _rate(self, snapshot: EngineSnapshot) -> float | None:
+        now, num_tokens = snapshot.time, snapshot.stats.generation_tokens
+        self._counts.append((now, num_tokens))
+        while self._counts[0][0] < now - _RATE_WINDOW:
+            self._counts.popleft()
+        start, num_before = self._counts[0]
+        return _mean(num_tokens - num_before, now - start)
 
     def _row(self, one: SequenceSnapshot) -> LiveSequence:
         request_id, sample = one.key

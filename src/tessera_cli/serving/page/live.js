@@ -17,7 +17,7 @@ export class LiveView {
   #pool = null;
   #names = new Map();
   #pointed = null;
-  #mosaic = new Mosaic(byId("mosaic"), (block) => this.#point(block));
+  #mosaic = new Mosaic(byId("mosaic"), (block) => this.#point(block), showRest);
   #rates = new Sparkline(byId("tokens-per-second-line"), NUM_RATES);
   #ttfts = new Sparkline(byId("ttft-line"), NUM_LATENCIES);
   #tpots = new Sparkline(byId("tpot-line"), NUM_LATENCIES);
@@ -101,6 +101,10 @@ function showCounts(event, numShared) {
     `${amount(event.num_cached_blocks)} cached`,
   ];
   setText("pool-sum", parts.join(" · "));
+}
+
+function showRest(numLeftOut) {
+  setText("pool-rest", numLeftOut ? `and ${amount(numLeftOut)} more blocks, all free` : "");
 }
 
 function showSequences(event) {

@@ -1,26 +1,32 @@
 // The pool as a mosaic, one tile a block; only tiles that changed are drawn anew.
+//
+// Blocks are handed out from the first on, so a large pool may have a long end that nobody has ever held. Tiles
+// are as large as lets all others be seen, and of that end only what fits is shown.
 
 import * as colours from "./colours.js";
 import { CACHED, FREE } from "./pool.js";
 
 const MAX_PITCH = 20; // CSS pixels from tile to tile
 const MIN_PITCH = 5;
-const HEIGHT = 320; // as far as tiles are shrunk to fit into it; a larger pool scrolls
+const HEIGHT = 320; // tiles shrink to fit into it; where they cannot, the mosaic scrolls
 
 export class Mosaic {
   #canvas;
   #context;
   #onPoint;
+  #onLayOut;
   #pool = null;
   #pitch = MAX_PITCH; // device pixels, whole, so that tiles are sharp
   #columns = 1;
+  #shown = 0; // blocks from 1 to here have tiles
   #cursor = null;
 
-  /** Draw into `canvas`; `onPoint` is told of the block pointed at, or null. */
-  constructor(canvas, onPoint) {
+  /** Draw into `canvas`; `onPoint` is told of the block pointed at, or null, `onLayOut` of blocks left out. */
+  constructor(canvas, onPoint, onLayOut) {
     this.#canvas = canvas;
     this.#context = canvas.getContext("2d");
     this.#onPoint = onPoint;
+    this.#onLayOut = onLayOut;
     new ResizeObserver(() => this.#layOut()).observe(canvas.parentElement);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#drawAll());
     canvas.addEventListener("pointermove", (event) => this.#point(this.#blockAt(event)));
@@ -38,30 +44,32 @@ export class Mosaic {
   }
 
   draw(blocks) {
-    for (const block of blocks) this.#drawTile(block);
+    if (this.#pool.highest > this.#shown) this.#layOut();
+    else for (const block of blocks) this.#drawTile(block);
   }
 
   #layOut() {
     const frame = this.#canvas.parentElement;
     if (!this.#pool || !frame.clientWidth) return;
-    const { numBlocks } = this.#pool;
+    const { numBlocks, highest } = this.#pool;
     const width = frame.clientWidth - 2 * parseFloat(getComputedStyle(frame).paddingLeft);
-    const heightAt = (pitch) => Math.ceil(numBlocks / Math.floor(width / pitch)) * pitch;
+    const roomAt = (pitch) => Math.floor(width / pitch) * Math.floor(HEIGHT / pitch);
     let pitch = MAX_PITCH;
-    while (pitch > MIN_PITCH && heightAt(pitch) > HEIGHT) pitch -= 1;
+    while (pitch > MIN_PITCH && roomAt(pitch) < highest) pitch -= 1;
+    this.#shown = roomAt(pitch) < highest ? numBlocks : Math.min(numBlocks, roomAt(pitch));
     this.#pitch = Math.round(pitch * devicePixelRatio);
-    this.#columns = Math.min(numBlocks, Math.floor((width * devicePixelRatio) / this.#pitch));
-    const rows = Math.ceil(numBlocks / this.#columns);
+    this.#columns = Math.min(this.#shown, Math.floor((width * devicePixelRatio) / this.#pitch));
+    const rows = Math.ceil(this.#shown / this.#columns);
     this.#canvas.width = this.#columns * this.#pitch;
     this.#canvas.height = rows * this.#pitch;
     this.#canvas.style.width = `${this.#canvas.width / devicePixelRatio}px`;
     this.#canvas.style.height = `${this.#canvas.height / devicePixelRatio}px`;
     this.#drawAll();
+    this.#onLayOut(numBlocks - this.#shown);
   }
 
   #drawAll() {
-    if (!this.#pool) return;
-    for (let block = 1; block <= this.#pool.numBlocks; block += 1) this.#drawTile(block);
+    for (let block = 1; block <= this.#shown; block += 1) this.#drawTile(block);
   }
 
   #drawTile(block) {
@@ -98,7 +106,7 @@ export class Mosaic {
     const row = Math.floor((offsetY * devicePixelRatio) / this.#pitch);
     const block = row * this.#columns + column + 1;
     const isInside = this.#pool && column >= 0 && column < this.#columns && block >= 1;
-    return isInside && block <= this.#pool.numBlocks ? block : null;
+    return isInside && block <= this.#shown ? block : null;
   }
 
   #onKey(event) {
@@ -106,11 +114,11 @@ export class Mosaic {
     if (!this.#pool || event.ctrlKey || event.metaKey || event.altKey) return;
     let block = null;
     if (event.key === "Home") block = 1;
-    else if (event.key === "End") block = this.#pool.numBlocks;
+    else if (event.key === "End") block = this.#shown;
     else if (event.key in steps) block = (this.#cursor ?? 1) + steps[event.key];
     if (block === null) return;
     event.preventDefault();
-    if (block >= 1 && block <= this.#pool.numBlocks) this.#point(block);
+    if (block >= 1 && block <= this.#shown) this.#point(block);
     this.#scrollToCursor();
   }
 

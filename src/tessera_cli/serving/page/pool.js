@@ -7,6 +7,7 @@ export class Pool {
   /** Blocks from 1 to `numBlocks`; block 0 is never handed out. All are free until told otherwise. */
   constructor(numBlocks) {
     this.numBlocks = numBlocks;
+    this.highest = 0; // no block above it has ever been anything but free
     this.owners = new Int32Array(numBlocks + 1);
     this.refCounts = new Uint32Array(numBlocks + 1);
     this.lastOwners = new Int32Array(numBlocks + 1);
@@ -16,6 +17,7 @@ export class Pool {
   update(runs) {
     const changed = [];
     for (const [first, count, owner, refCount] of runs) {
+      if (owner !== FREE) this.highest = Math.max(this.highest, first + count - 1);
       for (let block = first; block < first + count; block += 1) {
         this.owners[block] = owner;
         this.refCounts[block] = refCount;
