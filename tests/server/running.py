@@ -35,11 +35,11 @@ class Running:
         """Wait until nothing is unfinished and no sequence holds a block, then check the books."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            stats = self.llm.stats
-            if stats.num_running == stats.num_waiting == stats.num_used_blocks == self.llm.num_waiting == 0:
+            thread, stats = self.llm._thread, self.llm.stats
+            if not (self.llm._generations or thread.is_busy or not thread._commands.empty()):
+                assert stats.num_running == stats.num_used_blocks == self.llm.num_waiting == 0
                 self.engine._scheduler.check_invariants()
                 assert not self.engine._records.requests
-                assert not self.llm._generations
                 return
             time.sleep(0.005)
         raise AssertionError(f"not idle after {seconds} s: {self.llm.stats}")

@@ -1,0 +1,208 @@
+"""Chats as OpenAI's own client sees them: streams, forms, tools and refusals."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.running import MODEL, Running, running
+
+ASK: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "How are you?"}]}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+BAD_SCHEMA = {"name": "x", "schema": {"type": 3}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["fox", "dog"]}, "count": {"type": "integer", "maximum": 99}},
+    "required": ["kind", "count"],
+    "additionalProperties": False,
+}
+
+
+def test_an_answer_has_a_role_text_and_usage(server: Running, client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(**ASK, max_completion_tokens=9, temperature=0)
+    message = answer.choices[0].message
+    assert message.role == "assistant"
+    assert message.content
+    assert message.tool_calls is None
+    rendered = "<|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n"
+    prompt = server.llm.tokenizer.encode(rendered, add_special_tokens=False)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(prompt)
+    raw = client.completions.create(model=MODEL, prompt=prompt, max_tokens=9, temperature=0)
+    assert raw.choices[0].text == message.content
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_stream_adds_up_to_the_whole(server: Running, client: openai.OpenAI, n: int) -> None:
+    fields = ASK | {"seed": 3, "n": n, "temperature": 1.8, "max_tokens": 30, "logprobs": True}
+    fields |= {"top_logprobs": 1, "stop": "e"}
+    whole = client.chat.completions.create(**fields)
+    texts, reasons, roles = [""] * n, [""] * n, [0] * n
+    tokens: list[list[Any]] = [[] for _ in range(n)]
+    usages = []
+    for chunk in client.chat.completions.create(
+        **fields, stream=True, stream_options={"include_usage": True}
+    ):
+        usages += [chunk.usage] if chunk.usage else []
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            roles[choice.index] += choice.delta.role == "assistant"
+            reasons[choice.index] += choice.finish_reason or ""
+            tokens[choice.index] += choice.logprobs.content if choice.logprobs else []
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert tokens == [choice.logprobs.content for choice in whole.choices if choice.logprobs]
+    assert roles == [1] * n
+    assert [usage.completion_tokens for usage in usages] == [whole.usage.completion_tokens]
+    assert not any("e" in text for text in texts)
+
+
+def test_many_at_once_through_the_async_client(server: Running) -> None:
+    async def ask() -> list[str | None]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            fields = ASK | {"max_tokens": 6, "temperature": 1.0}
+
+            async def one(seed: int) -> str | None:
+                if seed % 2:
+                    return (
+                        (await client.chat.completions.create(**fields, seed=seed)).choices[0].message.content
+                    )
+                stream = await client.chat.completions.create(**fields, seed=seed, stream=True)
+                return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+            alone = [await one(seed) for seed in range(4)]
+            together = await asyncio.gather(*(one(seed) for seed in range(24)))
+            assert together[:4] == alone
+            return list(together)
+
+    assert len(set(asyncio.run(ask()))) > 12
+    server.wait_until_idle()
+
+
+def test_an_answer_keeps_to_its_json_schema(client: openai.OpenAI) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "animals", "schema": SCHEMA, "strict": True}}
+    fields = ASK | {"response_format": form, "temperature": 2.0}
+    for seed in range(3):
+        answer = client.chat.completions.create(**fields, seed=seed, max_tokens=60)
+        value = json.loads(answer.choices[0].message.content or "")
+        assert value["kind"] in ("fox", "dog")
+        assert isinstance(value["count"], int)
+        assert answer.choices[0].finish_reason == "stop"
+
+
+def test_an_answer_can_be_any_json_object(client: openai.OpenAI) -> None:
+    fields = ASK | {"response_format": {"type": "json_object"}, "seed": 1, "temperature": 2.0}
+    answer = client.chat.completions.create(**fields, max_tokens=5)
+    assert (answer.choices[0].message.content or "").lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"audio": {}}, "audio"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"tools": [TOOL]}, "template"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "user"}]}, "content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "template"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 3}}}},
+            "json_schema",
+        ),
+        ({"temperature": "hot"}, "temperature"),
+        ({"stop": [""]}, "stop"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_what_cannot_be_done_is_a_400_that_names_it(
+    server: Running, client: openai.OpenAI, fields: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=named) as caught:
+        client.chat.completions.create(**ASK | fields)
+    assert caught.value.body["type"] == "invalid_request_error"  # type: ignore[index]
+    server.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def tool_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """The tiny model with a template that writes tools and their calls."""
+    path = copytree(tiny_model_dir, tmp_path_factory.mktemp("tools") / "model")
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = (
+        "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+        "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+        "{% endfor %}\n{% endfor %}"
+    )
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with running(path) as server:
+        yield server
+
+
+def script(server: Running, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Let the model say `text`, by a bias of which no request knows."""
+    from tessera_cli.engine import model_runner
+
+    token_ids = [*server.llm.tokenizer.encode(text), 2]
+
+    def sample(logits: Any, rows: Any, **_: Any) -> list[list[int]]:
+        return [[token_ids[len(row.token_ids) - row.num_prompt_tokens]] for row in rows]
+
+    monkeypatch.setattr(model_runner, "sample", sample)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_of_a_tool_is_told_as_one(
+    tool_server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    said = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+    script(tool_server, monkeypatch, said)
+    with openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="x", max_retries=0) as client:
+        answer = client.chat.completions.create(**ASK, tools=[TOOL], stream=stream)
+        if stream:
+            choices = [choice for chunk in answer for choice in chunk.choices]
+            content = "".join(choice.delta.content or "" for choice in choices)
+            calls = [call for choice in choices for call in choice.delta.tool_calls or []]
+            assert [call.index for call in calls] == [0]
+            reason = choices[-1].finish_reason
+        else:
+            content, calls = answer.choices[0].message.content, answer.choices[0].message.tool_calls
+            reason = answer.choices[0].finish_reason
+    assert content == "Let me see."
+    (call,) = calls
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments) == {"city": "Ulm"}
+    assert call.id
+    assert reason == "tool_calls"
+
+
+def test_the_template_sees_tools_calls_and_results(tool_server: Running) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "1"},
+    ]
+    tokens = tool_server.http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    text = tool_server.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>' in text
+    assert "tool: sunny" in text
+
+
+def test_a_broken_call_stays_text(tool_server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "<tool_call>{broken</tool_call> and more"
+    script(tool_server, monkeypatch, said)
+    answer = tool_server.http.post("/v1/chat/completions", json=ASK | {"tools": [TOOL]}).json()
+    assert answer["choices"][0]["message"]["content"] == said
+    assert answer["choices"][0]["finish_reason"] == "stop"
