@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 from tessera_cli.engine import model_runner
+from tessera_cli.serving.api.access_log import LOG
 from tests.server.running import MODEL, Running, running
 
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "The quick", "max_tokens": 200, "ignore_eos": True}
@@ -244,6 +246,19 @@ def test_access_lines_have_counts_and_no_prompts(
     assert line["user"] == "ada"
     assert line["finish_reasons"] == ["length"]
     lines(log_prompts=True)
+
+
+def test_a_log_that_cannot_be_written_stops_nobody(server: Running) -> None:
+    with suppress(OSError), open("/dev/full", "w") as full:
+        handler = logging.StreamHandler(full)
+        LOG.addHandler(handler)
+        LOG.setLevel(logging.INFO)
+        try:
+            for _ in range(3):  # closing the file fails, too
+                assert server.http.get("/version").status_code == 200
+        finally:
+            LOG.removeHandler(handler)
+            LOG.setLevel(logging.NOTSET)
 
 
 def test_only_a_key_opens_the_api(tiny_model_dir: Path) -> None:

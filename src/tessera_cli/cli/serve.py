@@ -2,7 +2,8 @@
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -160,20 +161,30 @@ def _run(
     *,
     access_log: bool,
 ) -> None:
-    from tessera_cli.serving.api.access_log import LOG
     from tessera_cli.serving.api.server import serve
 
-    bound = endpoint.bind()
-    url = endpoint.url(bound)
-    output.note(f"listening {url}, loading {config.model_names[0]}")
-    if access_log:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        LOG.addHandler(handler)
-        LOG.setLevel(logging.INFO)
+    with endpoint.bind() as bound, _access_log() if access_log else nullcontext():
+        url = endpoint.url(bound)
+        output.note(f"listening {url}, loading {config.model_names[0]}")
+
+        def on_ready() -> None:
+            output.note(f"ready     {url}/v1, the page at {url}/")
+
+        serve(load, config, endpoint, bound, on_ready=on_ready)
+
+
+@contextmanager
+def _access_log() -> Iterator[None]:
+    """Lines of JSON on stderr, whatever the log level; a line that cannot be written is lost."""
+    from tessera_cli.serving.api.access_log import LOG
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    LOG.addHandler(handler)
+    LOG.setLevel(logging.INFO)
     LOG.propagate = False
-
-    def on_ready() -> None:
-        output.note(f"ready     {url}/v1, the page at {url}/")
-
-    serve(load, config, endpoint, bound, on_ready=on_ready)
+    try:
+        yield
+    finally:
+        LOG.removeHandler(handler)
+        LOG.propagate = True
