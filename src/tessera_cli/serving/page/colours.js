@@ -1,6 +1,7 @@
 // The colours of tiles: a hue for each sequence, the rest from the style sheet, light or dark.
 
-const GOLDEN_ANGLE = 137.508; // degrees; successive hues are far apart, however many there are
+const FIRST_HUE = 185; // degrees, that of the legend
+const GOLDEN_ANGLE = 137.508; // successive hues are far apart, however many there are
 
 let scheme = null;
 
@@ -21,14 +22,18 @@ function read() {
   return scheme;
 }
 
+function hueOf(owner) {
+  return (FIRST_HUE + owner * GOLDEN_ANGLE) % 360;
+}
+
 /** The colour of what the sequence numbered `owner` holds. */
 export function held(owner) {
-  return `oklch(${read().held} ${(owner * GOLDEN_ANGLE) % 360})`;
+  return `oklch(${read().held} ${hueOf(owner)})`;
 }
 
 /** The pale colour of what `owner` has left in the cache; 0 if nobody knows who. */
 export function cached(owner) {
-  return `oklch(${read().cached} ${(owner * GOLDEN_ANGLE) % 360})`;
+  return `oklch(${read().cached} ${hueOf(owner)})`;
 }
 
 export const free = () => read().free;
