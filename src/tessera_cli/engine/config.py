@@ -35,12 +35,17 @@ class EngineConfig:
     kv_cache_dtype: KVCacheDtype = "auto"
 
     def __post_init__(self) -> None:
-        require("num_blocks", self.num_blocks, self.num_blocks >= 2, "at least 2, the null block and another")
-        require("max_model_len", self.max_model_len, self.max_model_len >= 2, "at least 2, prompt and output")
-        require("block_size", self.block_size, self.block_size >= 1, "at least 1")
-        require("max_num_seqs", self.max_num_seqs, self.max_num_seqs >= 1, "at least 1")
-        num_batched = self.max_num_batched_tokens
-        require("max_num_batched_tokens", num_batched, num_batched >= 1, "at least 1")
+        for name, least, why in (
+            ("num_blocks", 2, ", the null block and another"),
+            ("max_model_len", 2, ", prompt and output"),
+            ("block_size", 1, ""),
+            ("max_num_seqs", 1, ""),
+            ("max_num_batched_tokens", 1, ""),
+        ):
+            value = getattr(self, name)
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            expected = f"a whole number, at least {least}{why}"
+            require(name, repr(value), is_number and value >= least, expected)
         for name, choices in (("scheduling_policy", SchedulingPolicy), ("kv_cache_dtype", KVCacheDtype)):
             value = getattr(self, name)
             require(name, repr(value), value in get_args(choices), f"one of {', '.join(get_args(choices))}")

@@ -30,10 +30,10 @@ def test_blocks_waste_less_than_one_block(num_tokens: int) -> None:
 @pytest.mark.parametrize(
     "name", ["num_blocks", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens"]
 )
-@pytest.mark.parametrize("value", [0, -1])
-def test_sizes_below_one_are_refused_by_name(name: str, value: int) -> None:
+@pytest.mark.parametrize("value", [0, -1, 64.0, "64", True, None])
+def test_sizes_that_are_no_whole_number_above_zero_are_refused_by_name(name: str, value: Any) -> None:
     sizes: dict[str, Any] = {"num_blocks": 5, "max_model_len": 64, name: value}
-    with pytest.raises(UsageError, match=f"{name}={value}"):
+    with pytest.raises(UsageError, match=f"{name}={value!r}"):
         EngineConfig(**sizes)
 
 
