@@ -27,8 +27,12 @@ class StudentShape:
     path: Path | None = None
 
     def fingerprints(self) -> dict[str, str]:
-        """The hash of the weights that it starts with, where they are not the teacher's."""
-        return {} if self.path is None else {"student": fingerprint_model(self.path)}
+        """The hash of what it starts with, where that is none of the teacher's."""
+        if self.path is not None:
+            return {"student": fingerprint_model(self.path)}
+        return (
+            {} if self.layers != () else {"student": hashlib.sha256(repr(self.config).encode()).hexdigest()}
+        )
 
 
 def fingerprint_model(path: Path) -> str:

@@ -120,6 +120,27 @@ def test_a_new_student_may_be_of_another_family_with_the_teachers_tokens(
         student_shape(deeper, teacher, Tokenizer.from_dir(tiny_model_dir), home=tmp_path, offline=True)
 
 
+def test_a_config_that_changed_makes_another_student(tmp_path: Path, tiny_model_dir: Path) -> None:
+    teacher, tokenizer = ModelConfig.from_dir(tiny_model_dir), Tokenizer.from_dir(tiny_model_dir)
+
+    def fingerprints(name: str, **changes: object) -> dict[str, str]:
+        model = _copy_of(tiny_model_dir, tmp_path / name, **changes)
+        section = StudentSection(init="config", model=str(model))
+        return student_shape(section, teacher, tokenizer, home=tmp_path, offline=True).fingerprints()
+
+    assert fingerprints("one") == fingerprints("same") != fingerprints("other", rms_norm_eps=1e-3)
+    own = StudentSection(num_hidden_layers=2)
+    assert student_shape(own, teacher, tokenizer, home=tmp_path, offline=True).fingerprints() == {}
+
+
+def test_a_model_with_soft_caps_is_refused_and_not_trained_without_them(
+    recipe_file: Path, tmp_path: Path
+) -> None:
+    write_family("gemma2", tmp_path)
+    with pytest.raises(ModelError, match=r"gemma2.*not native"):
+        _plan(recipe_file, f"{{init: checkpoint, model: {tmp_path}}}")
+
+
 def test_a_checkpoint_is_itself(recipe_file: Path, tiny_untied_model_dir: Path) -> None:
     plan = _plan(recipe_file, f"{{init: checkpoint, model: {tiny_untied_model_dir}}}")
     assert plan.layers == ()
