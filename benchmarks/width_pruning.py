@@ -6,6 +6,7 @@ python benchmarks/width_pruning.py TEACHER_DIRECTORY
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from tessera_cli.recipe.schema import DataSource
 
 DOCUMENTS = Path(__file__).parents[1] / "recipes" / "data" / "train.jsonl"
 CALIBRATION_TOKENS, HELD_OUT_TOKENS = 2_048, 600
-WIDTHS: dict[str, dict[str, int]] = {
+WIDTHS: dict[str, dict[str, Any]] = {
     "everything": {},
     "3/4 of the neurons": {"intermediate_size": 1_152},
     "2/3 of the heads": {"num_attention_heads": 6, "num_key_value_heads": 2},
