@@ -16,6 +16,7 @@ help:
 	@echo "bench   the newest student at 1, 8 and 64 requests at a time"
 	@echo "bench-engine     where the time of a step goes, and what the scheduler itself costs"
 	@echo "bench-kernels    the compiled CPU kernels beside what they replace"
+	@echo "bench-serve      what HTTP costs beside the same requests in process"
 	@echo "gpu-check        the CUDA kernels on this machine's device: parity, sanitizers, speed"
 	@echo "shim-sanitizers  the CUDA kernels' source on the CPU: races, overflows, planted faults; minutes"
 	@echo "docs    write the generated reference pages anew"
@@ -67,6 +68,9 @@ bench-engine: setup
 
 bench-kernels: setup
 	$(BIN)/python benchmarks/kernels.py
+
+bench-serve: setup
+	$(BIN)/python -m benchmarks.serve_overhead
 
 docs: setup
 	$(BIN)/python docs/generate.py
