@@ -168,6 +168,8 @@ def test_a_missed_gate_is_exit_3_after_the_figures(tessera):
         (["--input-len", "4", "--prompt-file", "p.txt"], "random prompts"),
         (["--range-ratio", "1"], "range ratio"),
         (["--request-rate", "0"], "request rate"),
+        (["--request-rate", "1e-300"], "request rate"),
+        (["--trace", "r.json", "-o", "r.json"], "would be overwritten"),
         (["--json", "--format", "md"], "--json contradicts"),
         (["-o", "results.xml"], "suffix"),
         (["--input-len", "400", "--output-len", "200"], "longer than 512"),
@@ -240,6 +242,6 @@ def test_lists_are_read_strictly():
     for text in ("", "1,1", "1.5", "1,,2"):
         with pytest.raises(UsageError):
             parse_concurrency(text, None)
-    for text in ("", "-1", "nan"):
+    for text in ("", "-1", "nan", "50,50.0"):
         with pytest.raises(UsageError):
             parse_percentiles(text)

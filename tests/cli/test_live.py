@@ -84,6 +84,15 @@ def test_a_terminal_of_few_columns_gets_cropped_lines(width: int):
     assert max(map(len, text.split("\n"))) <= 20
 
 
+@pytest.mark.parametrize("width", [40, 35])
+def test_a_narrow_terminal_leaves_out_columns_and_cuts_no_number(width: int):
+    text = fed(Console(file=io.StringIO(), width=width), live=False).render().plain
+    assert max(map(len, text.split("\n"))) < width
+    for figure in ("71.5%", "366/512 blocks", "p50", "212.0"):
+        assert figure in text
+    assert "p99" not in text
+
+
 @pytest.mark.parametrize("width", [200, 80, 60])
 def test_every_figure_is_there_and_no_line_is_wider_than_the_terminal(width: int):
     text = fed(Console(file=io.StringIO(), width=width), live=False).render().plain

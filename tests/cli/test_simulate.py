@@ -113,22 +113,55 @@ def test_a_measured_machine_brings_its_engine(tessera, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        '{"results": []}',
+        "[" * 100_000,
+        '{"config": 1}',
+        json.dumps({"max_concurrency": 2, "failed": 0, "duration": float("nan")}),
+    ],
+    ids=["empty", "deep", "other", "nan"],
+)
+def test_a_file_that_measured_nothing_is_refused(tessera, tmp_path: Path, text: str):
+    file = tmp_path / "bench.json"
+    file.write_text(text)
+    code, _, err = tessera("--calibration", str(file))
+    assert code == ExitCode.USAGE
+    assert "bench --concurrency" in err
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), None])
+def test_times_that_no_clock_shows_are_not_fitted(tessera, tmp_path: Path, seconds: float | None):
+    figures = json.loads(tessera(*COSTS, "--output-len", "20", "--json")[1])
+    figures |= {"max_concurrency": 64, "config": figures["load"] | figures["engine"]}
+    figures |= dict.fromkeys(("duration", "mean_ttft_ms", "mean_itl_ms"), seconds)
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps(figures))
+    code, _, err = tessera("--calibration", str(file))
+    assert code == ExitCode.USAGE
+    assert "no positive number" in err
+
+
+@pytest.mark.parametrize(
     ("options", "told"),
     [
         ([], "from one place"),
         (["--gpu", "l4", "--calibration", "x"], "from one place"),
         (["--gpu", "abacus"], "no figures for a GPU"),
-        ([*COSTS, "--compute-efficiency", "1"], "--compute-efficiency means something with --gpu only"),
+        ([*COSTS, "--compute-efficiency", "1"], "--compute-efficiency means something only with --gpu"),
         (["--gpu", "l4", "--token-us", "1"], "--token-us means something"),
-        (["--calibration", "x", "--dtype", "float16"], "--dtype means something without --calibration"),
+        (["--calibration", "x", "--dtype", "float16"], "--dtype means something only without --calibration"),
         (["--calibration", "missing.json"], "cannot be read"),
         (["--step-ms", "0", *COSTS[2:]], "costs nothing"),
         ([*COSTS, "--kv-cache-memory", "1g"], "--num-blocks contradicts"),
-        ([*COSTS, "--dtype", "float16"], "--dtype means something without --num-blocks"),
+        ([*COSTS, "--dtype", "float16"], "--dtype means something only without --num-blocks"),
         ([*COSTS, "--slo", "ttft:9"], "belong together"),
         ([*COSTS, "--slo", "ttft:9", "--target-rate", "0"], "request rate 0"),
         ([*COSTS, "--slo", "ttft:9", "--target-rate", "1", "--request-rate", "1"], "contradicts"),
         ([*COSTS, "--burstiness", "-1"], "burstiness"),
+        ([*COSTS, "--burstiness", "1e-300"], "burstiness"),
+        ([*COSTS, "--request-rate", "1e-300"], "request rate"),
+        ([*COSTS, "--num-blocks", "100000000000"], "can be simulated"),
         ([*COSTS, "--input-len", "500"], "longer than max_model_len=512"),
         ([*COSTS, "--live"], "--live needs a terminal"),
     ],

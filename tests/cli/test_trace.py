@@ -52,6 +52,14 @@ def tessera(file: Path, capsys: pytest.CaptureFixture[str]):
     return call
 
 
+def test_trace_events_never_replace_the_trace(tessera, file: Path):
+    before = file.read_text()
+    code, _, err = tessera("--chrome", str(file))
+    assert code == ExitCode.USAGE
+    assert "would be overwritten" in err
+    assert file.read_text() == before
+
+
 def test_the_summary_has_steps_peaks_and_the_price_of_each_preemption(tessera):
     code, out, err = tessera()
     assert (code, err) == (ExitCode.SUCCESS, "")

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -164,20 +164,26 @@ def render_answers(answers: Sequence[Answer], summary: dict[str, Any], form: Ans
             )
 
 
-def check_destination(path: Path) -> Path:
+def check_destination(path: Path, *, others: Iterable[Path | str | None] = ()) -> Path:
     """The file that `path` names, links followed.
 
+    Args:
+        path: what the user gave.
+        others: files that the same command reads or writes.
+
     Raises:
-        UsageError: its directory is missing or cannot be written to, or it is there and not a file (which a
-            rename would replace).
+        UsageError: its directory is missing or cannot be written to, it is one of `others`, or it is there
+            and not a file (which a rename would replace).
     """
     path = path.resolve()
+    if any(path == Path(other).resolve() for other in others if other is not None):
+        raise UsageError(f"{path} would be overwritten: it is given twice", hint="name different files")
     if not path.parent.is_dir():
         raise UsageError(f"{path.parent}: no such directory", hint="make it first, or write elsewhere")
     if not os.access(path.parent, os.W_OK):
         raise UsageError(f"{path.parent}: no file can be made there", hint="write elsewhere")
     if path.exists() and not path.is_file():
-        raise UsageError(f"{path} is not a file", hint="name a file; without -o answers go to stdout")
+        raise UsageError(f"{path} is not a file", hint="name a file")
     return path
 
 

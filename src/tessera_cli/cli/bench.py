@@ -78,9 +78,9 @@ def bench(
     output = Output.of(json=json_output, quiet=quiet)
     if json_output and not (options.is_default(context, "form") or form is BenchFormat.JSON):
         raise UsageError(f"--json contradicts --format {form}", hint="give one of them")
-    destination = None if output_file is None else check_destination(output_file)
+    destination = None if output_file is None else check_destination(output_file, others=[prompt_file])
     file_form = None if destination is None else format_of(destination)
-    trace_file = None if trace is None else check_destination(trace)
+    trace_file = None if trace is None else check_destination(trace, others=[prompt_file, output_file])
     levels = parse_concurrency(concurrency, request_rate)
     percents = parse_percentiles(percentiles)
     if prompt_file is not None and (input_len is not None or range_ratio is not None or prefix_len):

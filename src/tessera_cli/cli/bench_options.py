@@ -132,6 +132,8 @@ def parse_percentiles(text: str) -> list[float]:
         raise UsageError(f"--percentiles {text!r} is not a list of numbers", hint="such as 50,99") from error
     if not all(0 <= percent <= 100 for percent in percents):
         raise UsageError(f"--percentiles {text!r} has one outside 0 to 100", hint="such as 50,99")
+    if len(set(percents)) < len(percents):
+        raise UsageError(f"--percentiles {text!r} has one twice", hint="such as 50,99")
     return percents
 
 

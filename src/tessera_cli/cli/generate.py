@@ -142,8 +142,8 @@ def generate(
     settings = Settings.from_env()
     output = Output.of(json=json_output, quiet=quiet)
     form = choose_format(answer_format, json_output, output_file, output)
-    destination = None if output_file is None else check_destination(output_file)
-    trace_file = None if trace is None else check_destination(trace)
+    destination = None if output_file is None else check_destination(output_file, others=[prompt_file])
+    trace_file = None if trace is None else check_destination(trace, others=[prompt_file, output_file])
     from tessera_cli.cli.prompts import (
         check_params,
         check_priorities,
@@ -159,7 +159,12 @@ def generate(
     is_one = len(prompts) == 1 and params[0].n == 1
     can_stream = is_one and form is AnswerFormat.TEXT and output_file is None
     if stream and not can_stream:
-        raise UsageError("--stream writes one answer, as text, to stdout", hint="leave --stream out")
+        hint = (
+            "add --format text"
+            if is_one and output_file is None and not json_output
+            else "leave --stream out"
+        )
+        raise UsageError("--stream writes one answer, as text, to stdout", hint=hint)
     streams = can_stream and output.stdout.isatty() if stream is None else stream
     shows_live = wants_live(output.console, live, no_progress=settings.no_progress)
     model = load_model(

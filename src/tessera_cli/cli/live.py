@@ -16,6 +16,7 @@ from rich.text import Text
 from tessera_cli.cli.rate import WINDOW_SECONDS, Rate
 from tessera_cli.cli.terminal import (
     BAR_WIDTH,
+    LABEL_WIDTH,
     REFRESH_SECONDS,
     Glyphs,
     bar,
@@ -201,6 +202,8 @@ class EngineView:
     def _engine_lines(self, glyphs: Glyphs, width: int) -> list[str]:
         stats, (prompt_rate, output_rate, over), (used, peak) = self.stats, self._rates(), self._blocks()
         usage, hit_rate = used / stats.num_blocks, self.prefix_cache_hit_rate
+        # On a narrow terminal the bar gives way to the figure beside it, whose digits must not be cut.
+        bar_width = max(0, min(BAR_WIDTH, width - LABEL_WIDTH - 1 - len("  peak 100.0%")))
         sections = {
             "requests": [
                 f"running {stats.num_running}",
@@ -210,7 +213,7 @@ class EngineView:
                 f"failed {self.num_failed}",
             ],
             "KV cache": [
-                f"{bar(usage, BAR_WIDTH, glyphs)}  {peak}{usage:.1%}",
+                f"{bar(usage, bar_width, glyphs)}  {peak}{usage:.1%}",
                 f"{used:,}/{stats.num_blocks:,} blocks",
                 f"cached {stats.num_cached_blocks:,}"
                 f"  prefix hit {'-' if hit_rate is None else f'{hit_rate:.1%}'}",
@@ -226,9 +229,11 @@ class EngineView:
     def _latency_lines(self, width: int) -> list[str]:
         if not any(self.seconds.values()):
             return []
-        lines = [" latency ms" + "".join(f"{f'p{percent}':>10}" for percent in PERCENTILES)]
+        # Columns that do not fit are left out: a number without its last digits would be another one.
+        percentiles = PERCENTILES[: max(1, (width - LABEL_WIDTH) // 10)]
+        lines = [" latency ms" + "".join(f"{f'p{percent}':>10}" for percent in percentiles)]
         for name, values in self.seconds.items():
-            cells = (f"{_milliseconds(values, percent):,.1f}" if values else "-" for percent in PERCENTILES)
+            cells = (f"{_milliseconds(values, percent):,.1f}" if values else "-" for percent in percentiles)
             lines.append(f"   {name:<8}" + "".join(f"{cell:>10}" for cell in cells))
         return [line[:width] for line in lines]
 

@@ -64,7 +64,7 @@ class _PromptLine(BaseModel):
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]+$")], float] | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]*)$")], float] | None = None
     seed: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -108,18 +108,19 @@ def parse_line(line: str, source: str) -> Prompt:
         raise DataError(f"{source}: not a JSON object: {error}", hint="write one object per line") from error
     if not isinstance(fields, dict):
         raise DataError(f"{source}: not a JSON object", hint='write one object per line: {"prompt": "..."}')
+    # In whichever field it stands, half a character goes through no tokenizer and no grammar.
+    if not _is_unicode(json.dumps(fields, ensure_ascii=False)):
+        raise DataError(f"{source}: not Unicode text", hint=r"write \uD800 to \uDFFF in pairs")
     try:
         parsed = _PromptLine.model_validate(fields)
         sampling = parsed.sampling()
     except ValidationError as error:
-        raise DataError(f"{source}: {_problem(error)}", hint=f"known keys: {_known_keys()}") from error
+        raise DataError(f"{source}: {_problem(error)}", hint=_hint(error)) from error
     except UsageError as error:
         raise DataError(f"{source}: {error.message}", hint=error.hint) from error
     if (parsed.prompt is None) == (parsed.messages is None):
         raise DataError(f"{source}: needs either `prompt` or `messages`", hint="give exactly one of them")
     messages = None if parsed.messages is None else [message.model_dump() for message in parsed.messages]
-    for message in messages or ():
-        check_unicode(message["content"], source)
     return Prompt(parsed.prompt, messages, sampling, source, parsed.priority or 0, parsed.cache_salt)
 
 
@@ -134,6 +135,14 @@ def check_unicode(text: str, source: str) -> None:
     except UnicodeEncodeError as error:
         where = f"at character {error.start + 1}"
         raise DataError(f"{source}: not Unicode text, {where}", hint="give UTF-8 text") from None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -152,5 +161,6 @@ def _problem(error: ValidationError) -> str:
     return f"`{where}`: {first['msg'][0].lower()}{first['msg'][1:]}"
 
 
-def _known_keys() -> str:
-    return ", ".join(_PromptLine.model_fields)
+def _hint(error: ValidationError) -> str | None:
+    is_unknown = error.errors(include_url=False)[0]["type"] == "extra_forbidden"
+    return f"known keys: {', '.join(_PromptLine.model_fields)}" if is_unknown else None

@@ -1,6 +1,7 @@
 """How answers are sampled and when they end, on the command line; the names are those of `SamplingParams`."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,7 +117,7 @@ def sampling_params(context: typer.Context) -> SamplingParams:
         forms["json_schema"] = read_schema(forms["json_schema"])
     return SamplingParams(
         **{name: given[name] for name in _AS_THEY_ARE},
-        logit_bias=dict(_bias(text) for text in given["logit_bias"] or ()),
+        logit_bias=_biases(given["logit_bias"] or ()),
         stop=tuple(given["stop"] or ()),
         stop_token_ids=tuple(given["stop_token_id"] or ()),
         structured_output=structured_output(forms),
@@ -151,6 +152,14 @@ def read_schema(text: str) -> str:
     except (ValueError, RecursionError) as error:
         raise DataError(f"--json-schema {text}: not JSON: {error}", hint="write one JSON schema") from error
     return schema
+
+
+def _biases(texts: Sequence[str]) -> dict[int, float]:
+    pairs = [_bias(text) for text in texts]
+    biases = dict(pairs)
+    if len(biases) < len(pairs):
+        raise UsageError("--logit-bias names a token twice", hint="give each token one bias")
+    return biases
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tessera_cli.models.config import ModelConfig
 
 _POLICIES = ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_caching")
+_MAX_BLOCKS = 1 << 24  # an object each: a few seconds and gigabytes
 _LINEAR = ("token_us", "kv_token_ns")
 _OF_THE_MODEL = ("dtype", "kv_cache_dtype", "model_argument", "model_option")
 _OF_THE_BENCHMARK = (*_OF_THE_MODEL, "kv_cache_memory", "step_ms")
@@ -77,7 +78,7 @@ def choose_machine(context: typer.Context, settings: Settings, output: Output) -
 def _calibrated(context: typer.Context, path: Path) -> Machine:
     from tessera_cli.serving.calibration import calibrate
 
-    _refuse(context, _OF_THE_BENCHMARK, "without --calibration, whose file has it,")
+    _refuse(context, _OF_THE_BENCHMARK, "without --calibration, whose file has it")
     fitted = calibrate(path)
     changes = {
         name: context.params[name]
@@ -148,6 +149,11 @@ def _config(
             )
         kv_dtype = dtype if given["kv_cache_dtype"] == "auto" else given["kv_cache_dtype"]
         num_blocks = KVCacheSize.of(model, kv_dtype, block_size).num_blocks(memory)
+    if num_blocks > _MAX_BLOCKS:
+        raise CapacityError(
+            f"a pool of {num_blocks:,} blocks is more than the {_MAX_BLOCKS:,} that can be simulated",
+            hint="lower --num-blocks or --kv-cache-memory, or raise --block-size",
+        )
     if max_model_len is None and model is not None:
         max_model_len = model.max_position_embeddings
     policies = {name: given[name] for name in _POLICIES}
@@ -179,4 +185,4 @@ def _refuse(context: typer.Context, names: tuple[str, ...], where: str) -> None:
     for name in names:
         if not options.is_default(context, name):
             option = "MODEL" if name.startswith("model_") else "--" + name.replace("_", "-")
-            raise UsageError(f"{option} means something {where} only", hint="leave it out")
+            raise UsageError(f"{option} means something only {where}", hint="leave it out")

@@ -58,7 +58,7 @@ def trace(
     from tessera_cli.engine.trace_reader import read_trace
 
     output = Output.of(json=json_output, quiet=quiet)
-    destination = None if chrome is None else check_destination(chrome)
+    destination = None if chrome is None else check_destination(chrome, others=[file])
     content = read_trace(file)
     if content.cut_line is not None:
         output.warning(f"{file}:{content.cut_line}: the last line is unfinished and left out")

@@ -201,7 +201,7 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"{path.parent} has no {path.name}",
             hint="a model directory holds config.json, tokenizer.json and *.safetensors",
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path} does not hold a JSON object")

@@ -80,20 +80,20 @@ def read_fields(raw: Fields, where: str) -> Fields:
     """
     family = FAMILIES[raw["model_type"]]
     raw = {**family.defaults, **raw}
-    heads = int(raw["num_attention_heads"])
+    heads = _whole(raw["num_attention_heads"])
     theta, scaling = read_rope(raw, default_theta=raw.get("default_theta", 10_000.0), where=where)
     return {
-        "vocab_size": int(raw["vocab_size"]),
-        "hidden_size": int(raw["hidden_size"]),
-        "intermediate_size": int(raw["intermediate_size"]),
-        "num_hidden_layers": int(raw["num_hidden_layers"]),
+        "vocab_size": _whole(raw["vocab_size"]),
+        "hidden_size": _whole(raw["hidden_size"]),
+        "intermediate_size": _whole(raw["intermediate_size"]),
+        "num_hidden_layers": _whole(raw["num_hidden_layers"]),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(raw.get("num_key_value_heads") or heads),
-        "head_dim": int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
+        "num_key_value_heads": _whole(raw.get("num_key_value_heads") or heads),
+        "head_dim": _whole(raw.get("head_dim") or _whole(raw["hidden_size"]) // heads),
         "rms_norm_eps": float(raw["rms_norm_eps"]),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "max_position_embeddings": int(raw["max_position_embeddings"]),
+        "max_position_embeddings": _whole(raw["max_position_embeddings"]),
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
         "bos_token_id": raw.get("bos_token_id"),
         "eos_token_ids": eos_token_ids(raw.get("eos_token_id")),
@@ -108,7 +108,13 @@ def eos_token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     """One, several or no end-of-sequence ids, as config.json may spell them."""
     if value is None:
         return ()
-    return tuple(map(int, value if isinstance(value, list) else [value]))
+    return tuple(map(_whole, value if isinstance(value, list) else [value]))
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{value!r} is no whole number")
+    return value
 
 
 def write_keys(config: "ModelConfig") -> Fields:

@@ -52,7 +52,7 @@ def load_config(path: Path) -> CausalLMConfig:
         ModelError: no readable config, or nothing here computes such a model.
     """
     raw = read_hf_config(path)
-    if raw.get("model_type") in FAMILIES:
+    if str(raw.get("model_type")) in FAMILIES:
         return ModelConfig.from_hf(raw, where=str(path))
     from tessera_cli.models.transformers_model import read_transformers_config
 
@@ -65,7 +65,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu
     Raises:
         ModelError: nothing here computes such a model, or its weights are not whole.
     """
-    if read_hf_config(path).get("model_type") in FAMILIES:
+    if str(read_hf_config(path).get("model_type")) in FAMILIES:
         return load_decoder(path, dtype=dtype, device=device)
     from tessera_cli.models.transformers_model import load_transformers_model
 
@@ -85,11 +85,13 @@ def load_decoder(path: Path, *, dtype: torch.dtype, device: torch.device | str =
     decoder = Decoder(config, dtype=dtype, device="meta").to_empty(device=device)
     targets = dict(_targets(decoder))
     missing = set(targets)
+    tied_head: Path | None = None
     for file, names in _weight_files(path):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in names if names is not None else tensors.keys():
                     if name == "lm_head.weight" and config.tie_word_embeddings:
+                        tied_head = file
                         continue
                     if name.endswith("rotary_emb.inv_freq"):
                         continue
@@ -108,7 +110,23 @@ def load_decoder(path: Path, *, dtype: torch.dtype, device: torch.device | str =
     if missing:
         first = min(missing)
         raise ModelError(f"{path} lacks {len(missing)} of {len(targets)} tensors, {first} for one")
+    if tied_head is not None:
+        _check_tied(tied_head, decoder.head_weight)
     return decoder.eval()
+
+
+def _check_tied(file: Path, head_weight: Tensor) -> None:
+    """Refuse a head that `tie_word_embeddings` would drop although it is another matrix."""
+    with safe_open(file, framework="pt") as tensors:
+        stored = tensors.get_tensor("lm_head.weight")
+    same = stored.shape == head_weight.shape and torch.equal(
+        stored.to(head_weight.dtype), head_weight.detach().to("cpu")
+    )
+    if not same:
+        raise ModelError(
+            f"{file} holds an lm_head.weight of its own, and config.json ties it to the embedding",
+            hint="set tie_word_embeddings to false, or remove the tensor",
+        )
 
 
 def save_decoder(decoder: Decoder, path: Path, *, dtype: torch.dtype) -> None:
@@ -169,7 +187,7 @@ def _weight_files(path: Path) -> Iterator[tuple[Path, list[str] | None]]:
         try:
             weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = {file: path / file for file in sorted(set(weight_map.values()))}
-        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
             raise ModelError(f"{index} cannot be read: {error}") from error
         for holder, file in files.items():
             yield file, sorted(name for name, named in weight_map.items() if named == holder)

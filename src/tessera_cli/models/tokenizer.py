@@ -107,7 +107,7 @@ class Tokenizer:
         try:
             settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
             return cls(fast, settings, _chat_template(path, settings), path)
-        except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:  # not of the usual shape
+        except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:  # odd
             raise ModelError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -33,6 +33,8 @@ _FAULTS = (
     TypeError,
     ImportError,
     RuntimeError,
+    ArithmeticError,
+    AssertionError,
     SafetensorError,
     StrictDataclassError,
 )

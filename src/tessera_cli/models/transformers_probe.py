@@ -67,7 +67,7 @@ def probe_layers(
         ours = wrapped.logits(wrapped(tokens, positions, recorder.attend))
         model.set_attn_implementation(EAGER)
         theirs = model(input_ids=tokens[None], use_cache=False).logits[0].float()
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         line = (str(error).strip().splitlines() or [""])[0]
         raise UnpageableError(f"a few tokens through it end in {type(error).__name__}: {line}") from error
     num_layers = config.num_hidden_layers

@@ -7,6 +7,7 @@ the non-negative least-squares solution of relative errors.
 """
 
 import json
+import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import combinations
@@ -82,16 +83,19 @@ def read_runs(path: Path) -> list[MeasuredRun]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"the benchmark {path} cannot be read: {error.strerror}", hint=hint) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON: {error}", hint=hint) from None
     if not isinstance(document, dict):
         raise DataError(f"{path} is no benchmark result", hint=hint)
     results = document.get("results", [document])
     try:
-        return [_run(path, result) for result in results]
+        runs = [_run(path, result) for result in results]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         named = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise DataError(f"{path} is no benchmark result: {named}", hint=hint) from None
+    if not runs:
+        raise DataError(f"{path} has no runs", hint=hint)
+    return runs
 
 
 def non_negative_least_squares(rows: SequenceOf[SequenceOf[float]], values: SequenceOf[float]) -> list[float]:
@@ -140,8 +144,8 @@ def _run(path: Path, result: dict[str, Any]) -> MeasuredRun:
         seed=int(config["seed"]),
     )
     measures = {name: float(result[name]) for name in _MEASURES if result[name] is not None}
-    if min(measures.values()) <= 0:
-        raise ValueError("a time is not positive")
+    if not measures or not all(0 < seconds < math.inf for seconds in measures.values()):
+        raise ValueError("a time is missing, or no positive number")
     engine = EngineConfig(**{key: config[key] for key in _ENGINE_KEYS if key in config})
     return MeasuredRun(engine, load, measures)
 

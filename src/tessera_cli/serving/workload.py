@@ -1,6 +1,5 @@
 """What a benchmark asks of an engine: prompts, output lengths and arrival times, all from a seed."""
 
-import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.errors import CapacityError, UsageError
 
 DEFAULT_CONCURRENCY = 64
+MIN_RATE, MAX_RATE = 1e-6, 1e9  # requests per second
+MIN_BURSTINESS, MAX_BURSTINESS = 1e-3, 1e6
 
 
 @dataclass(frozen=True)
@@ -126,16 +127,18 @@ def check_range_ratio(range_ratio: float) -> None:
 
 
 def check_rate(rate: float) -> None:
-    """Refuse, with a UsageError, a request rate that is not a positive, finite number."""
-    if not 0 < rate < math.inf:
-        raise UsageError(f"request rate {rate} is not a positive number", hint="per second, such as 2.5")
+    """Refuse, with a UsageError, a request rate at which times mean nothing: zero, years apart, infinite."""
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise UsageError(
+            f"request rate {rate} is outside {MIN_RATE:g} to {MAX_RATE:g}", hint="per second, such as 2.5"
+        )
 
 
 def check_burstiness(burstiness: float) -> None:
-    """Refuse, with a UsageError, a burstiness that is not a positive, finite number."""
-    if not 0 < burstiness < math.inf:
+    """Refuse, with a UsageError, a burstiness that makes no gaps: all are as good as zero, or as equal."""
+    if not MIN_BURSTINESS <= burstiness <= MAX_BURSTINESS:
         raise UsageError(
-            f"burstiness {burstiness} is not a positive number",
+            f"burstiness {burstiness} is outside {MIN_BURSTINESS:g} to {MAX_BURSTINESS:g}",
             hint="1 is a Poisson process, less is burstier",
         )
 

@@ -69,6 +69,9 @@ def test_generation_config_has_the_last_word_on_eos(tmp_path: Path) -> None:
         ({"num_key_value_heads": 4}, "4 key-value heads"),
         ({"hidden_size": None}, "incomplete"),
         ({"vocab_size": 0}, "below 1"),
+        ({"num_hidden_layers": 2.9}, "2.9 is no whole number"),
+        ({"vocab_size": True}, "True is no whole number"),
+        ({"eos_token_id": 2.5}, "2.5 is no whole number"),
         ({"head_dim": 7}, "odd"),
         ({"torch_dtype": "float64"}, "float64"),
         ({"model_type": "mistral"}, "LlamaForCausalLM .model_type 'mistral'"),
@@ -91,7 +94,7 @@ def test_what_would_run_wrong_is_refused_by_name(change: dict[str, object], name
 def test_broken_files_are_model_errors(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json"):
         ModelConfig.from_dir(tmp_path)
-    for text in ("{", "[]", '"llama"'):
+    for text in ("{", "[]", '"llama"', "[" * 100_000, '{"model_type": ["llama"]}'):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ModelError):
             ModelConfig.from_dir(tmp_path)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tessera_cli.errors import ModelError, UsageError
 from tessera_cli.models.decoder import Decoder
-from tessera_cli.models.loader import load_decoder, save_decoder, select_dtype
+from tessera_cli.models.loader import load_config, load_decoder, save_decoder, select_dtype
 
 
 def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -114,6 +114,32 @@ def test_a_missing_extra_or_misshapen_tensor_is_named(model_dir: Path, tmp_path:
     save_file(tensors | extra, path / "model.safetensors")
     with pytest.raises(ModelError, match=r"q_proj\.bias"):
         load_decoder(path, dtype=torch.float32)
+
+
+def test_a_tied_config_drops_no_head_of_another_matrix(
+    tiny_model_dir: Path, tiny_untied_model_dir: Path, tmp_path: Path
+) -> None:
+    path = copy(tiny_untied_model_dir, tmp_path / "untied")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(ModelError, match=r"lm_head\.weight of its own"):
+        load_decoder(path, dtype=torch.float32)
+    path = copy(tiny_model_dir, tmp_path / "tied")
+    tensors = load_file(path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": head}, path / "model.safetensors")
+    load_decoder(path, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("model_type", [["llama"], {}, None])
+def test_a_model_type_that_is_no_text_is_a_model_error(
+    tiny_model_dir: Path, tmp_path: Path, model_type
+) -> None:
+    path = copy(tiny_model_dir, tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    with pytest.raises(ModelError):
+        load_config(path)
 
 
 def test_auto_is_float32_on_a_cpu_and_the_stored_dtype_elsewhere() -> None:
