@@ -65,6 +65,7 @@ def test_a_cache_of_another_run_is_refused_in_one_line(recipe: str, capsys: Caps
         assert "seed 0 there" in error
         assert "seed 1 here" in error
         assert "Traceback" not in error
+    assert not Path("runs").exists()
 
 
 def test_what_is_missing_or_damaged_fails_verification(recipe: str, capsys: Capsys) -> None:

@@ -20,7 +20,7 @@ from tessera_cli.distill.run_directory import (
     write_text,
     writing,
 )
-from tessera_cli.distill.run_models import prepare_models, recorded_start
+from tessera_cli.distill.run_models import check_caches, prepare_models, recorded_start
 from tessera_cli.distill.run_status import read_run
 from tessera_cli.distill.samples import compare
 from tessera_cli.distill.student_start import start_student
@@ -82,6 +82,7 @@ def run_recipe(
     for note in inputs.notes:
         listener(Note(note))
     fingerprints = inputs.fingerprints()
+    check_caches(inputs, fingerprints, device=device, home=home)
     if resume:
         run = RunDirectory.reopen(run_dir, recipe, fingerprints=fingerprints)
     else:

@@ -1,16 +1,20 @@
 """The models of a run: its student, and as much of its teacher as training needs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tessera_cli.distill.data import TrainBatch
 from tessera_cli.distill.evaluate import Evaluator, held_out_batches
 from tessera_cli.distill.events import Listener
 from tessera_cli.distill.inputs import RunInputs
 from tessera_cli.distill.run_directory import RunDirectory, write_text
 from tessera_cli.distill.student_start import StudentStart, decide_start, start_student
-from tessera_cli.distill.teacher_cache.build import open_run_caches
+from tessera_cli.distill.teacher_cache.build import open_caches
+from tessera_cli.distill.teacher_cache.keys import batch_documents
+from tessera_cli.distill.teacher_cache.layout import CacheDirectory
+from tessera_cli.distill.teacher_cache.plan import CachePlan, plan_caches
 from tessera_cli.distill.teacher_cache.teacher_parts import head_of, load_layers
 from tessera_cli.distill.teacher_side import CachedTeacher
 from tessera_cli.distill.width_pruning import read_width, width_as_json
@@ -46,12 +50,7 @@ def prepare_models(
     recipe = inputs.recipe
     dtype = select_dtype(recipe.teacher.dtype, inputs.teacher.config.dtype, device)
     load_teacher = partial(load_decoder, inputs.teacher.path, dtype=dtype, device=device)
-    batches = held_out_batches(
-        inputs.eval.documents,
-        max_targets=recipe.eval.max_tokens,
-        max_seq_len=recipe.data.max_seq_len,
-        rows_per_batch=recipe.train.micro_batch_size,
-    )
+    batches = _held_out(inputs)
     chunk_tokens = recipe.train.loss_chunk_tokens
     if recipe.teacher.cache.kind == "none":
         teacher = load_teacher()
@@ -60,15 +59,8 @@ def prepare_models(
             student, teacher, Evaluator(teacher, batches, chunk_tokens=chunk_tokens), lambda: teacher
         )
 
-    train_cache, eval_cache = open_run_caches(
-        inputs,
-        batches,
-        run_fingerprints=run.status.fingerprints,
-        teacher_dtype=dtype,
-        home=home,
-        load_teacher=load_teacher,
-        listener=listener,
-    )
+    plans = _plan_caches(inputs, batches, run.status.fingerprints, device, home)
+    train_cache, eval_cache = open_caches(plans, load_teacher, listener)
     if _needs_whole_teacher(run, inputs):
         teacher = load_teacher()
         start = _start(run, teacher, inputs)
@@ -85,10 +77,43 @@ def prepare_models(
     return RunModels(student, CachedTeacher(train_cache.reader, head.head_weight), evaluator, load_teacher)
 
 
+def check_caches(inputs: RunInputs, fingerprints: dict[str, str], *, device: str, home: Path) -> None:
+    """See, before a run begins, that the caches that are there are its own.
+
+    Raises:
+        UsageError: they are not; or the recipe asks for more than the teacher has.
+    """
+    if inputs.recipe.teacher.cache.kind != "none":
+        for plan in _plan_caches(inputs, _held_out(inputs), fingerprints, device, home):
+            CacheDirectory(plan.path, plan.fingerprints)
+
+
 def recorded_start(run_dir: Path, layers: tuple[int, ...], recipe: Recipe) -> StudentStart:
     """What was decided when the run in `run_dir` began."""
     width = read_width(run_dir / WIDTH_FILE) if recipe.student.init == "width" else None
     return StudentStart(layers, width)
+
+
+def _held_out(inputs: RunInputs) -> list[TrainBatch]:
+    recipe = inputs.recipe
+    return held_out_batches(
+        inputs.eval.documents,
+        max_targets=recipe.eval.max_tokens,
+        max_seq_len=recipe.data.max_seq_len,
+        rows_per_batch=recipe.train.micro_batch_size,
+    )
+
+
+def _plan_caches(
+    inputs: RunInputs, held_out: Sequence[TrainBatch], fingerprints: dict[str, str], device: str, home: Path
+) -> tuple[CachePlan, CachePlan]:
+    return plan_caches(
+        inputs,
+        [batch_documents(batch) for batch in held_out],
+        run_fingerprints=fingerprints,
+        teacher_dtype=select_dtype(inputs.recipe.teacher.dtype, inputs.teacher.config.dtype, device),
+        home=home,
+    )
 
 
 def _start(run: RunDirectory, teacher: Decoder, inputs: RunInputs) -> StudentStart:

@@ -2,18 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tessera_cli.distill.data import TrainBatch
 from tessera_cli.distill.events import Listener, StageStarted
-from tessera_cli.distill.inputs import RunInputs
 from tessera_cli.distill.teacher_cache.figures import CacheFigures
-from tessera_cli.distill.teacher_cache.keys import batch_documents, batch_keys
+from tessera_cli.distill.teacher_cache.keys import batch_keys
 from tessera_cli.distill.teacher_cache.layout import CacheDirectory
-from tessera_cli.distill.teacher_cache.plan import CachePlan, plan_caches
+from tessera_cli.distill.teacher_cache.plan import CachePlan
 from tessera_cli.distill.teacher_cache.reader import CacheReader
 from tessera_cli.distill.teacher_cache.writer import write_cache
 from tessera_cli.models.decoder import Decoder
@@ -36,28 +34,6 @@ class OpenCache:
         return [
             torch.cat([part["hidden"] for part in self.reader.read(batch_keys(batch))]) for batch in batches
         ]
-
-
-def open_run_caches(
-    inputs: RunInputs,
-    held_out: Sequence[TrainBatch],
-    *,
-    run_fingerprints: dict[str, str],
-    teacher_dtype: torch.dtype,
-    home: Path,
-    load_teacher: Callable[[], Decoder],
-    listener: Listener,
-) -> tuple[OpenCache, OpenCache]:
-    """The caches of a run's training and `held_out` documents, with errors as `open_caches`."""
-    plans = plan_caches(
-        inputs,
-        [batch_documents(batch) for batch in held_out],
-        run_fingerprints=run_fingerprints,
-        teacher_dtype=teacher_dtype,
-        home=home,
-    )
-    train, held_out_cache = open_caches(plans, load_teacher, listener)
-    return train, held_out_cache
 
 
 def open_caches(
