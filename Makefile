@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: help setup demo test lint format bench bench-engine bench-kernels gpu-check shim-sanitizers docs clean
+.PHONY: help setup demo test lint format bench bench-engine bench-serve bench-kernels gpu-check shim-sanitizers docs clean
 .DELETE_ON_ERROR:
 
 help:

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,14 +15,8 @@ from tessera_cli.engine.snapshot import EngineSnapshot
 from tessera_cli.engine.stats import EngineStats
 from tessera_cli.errors import TesseraError
 from tessera_cli.models.tokenizer import Tokenizer
-from tessera_cli.serving.engine_thread import (
-    Chunk,
-    EngineError,
-    EngineThread,
-    Event,
-    NewRequest,
-    RequestFailed,
-)
+from tessera_cli.serving.engine_thread import EngineError, EngineThread, Event, NewRequest
+from tessera_cli.serving.generation import Generation
 from tessera_cli.serving.text_stream import TextStream
 
 # So many steps in a row may fail before the engine is called unhealthy.
@@ -38,10 +31,6 @@ class QueueFullError(TesseraError):
 
 class DrainingError(TesseraError):
     """No more requests are taken."""
-
-
-class RequestTimeoutError(TesseraError):
-    """A request took longer than it may."""
 
 
 class Status(StrEnum):
@@ -171,7 +160,7 @@ class AsyncLLM:
                 hint="try again later, or raise --max-queue",
             )
         requests = [self._request(prompt, params, priority, cache_salt) for prompt in prompts]
-        generation = Generation(self, [request.request_id for request in requests], timeout)
+        generation = Generation([request.request_id for request in requests], timeout, self._forget)
         for request in requests:
             self._generations[request.request_id] = generation
             self._waiting.add(request.request_id)
@@ -228,89 +217,9 @@ class AsyncLLM:
             self._waiting.discard(event.request_id)
             generation = self._generations.get(event.request_id)
             if generation is not None:  # else its reader has gone meanwhile
-                generation._take(event)
+                generation.take(event)
 
-    def _forget(self, request_id: str, *, abort: bool) -> None:
+    def _forget(self, request_id: str, abort: bool) -> None:
         self._waiting.discard(request_id)
         if self._generations.pop(request_id, None) is not None and abort:
             self._thread.abort(request_id)
-
-
-class Generation:
-    """The chunks of one or more requests as they come; iterate over it, and close it in any case.
-
-    Each turn gives the list of all chunks that have come since the last, so that a slow reader is not
-    further behind than it has to be.
-    """
-
-    def __init__(self, llm: AsyncLLM, request_ids: list[str], timeout: float | None) -> None:
-        self._llm = llm
-        self._places = {request_id: place for place, request_id in enumerate(request_ids)}
-        self._open = set(request_ids)
-        self._chunks: deque[Chunk] = deque()
-        self._failure: TesseraError | None = None
-        self._news = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
-        if timeout is not None:
-            self._timer = asyncio.get_running_loop().call_later(timeout, self._time_out, timeout)
-
-    def place(self, chunk: Chunk) -> int:
-        """Which of the prompts `chunk` continues."""
-        return self._places[chunk.request_id]
-
-    def __aiter__(self) -> "Generation":
-        return self
-
-    async def __anext__(self) -> list[Chunk]:
-        """The chunks since the last call, at least one.
-
-        Raises:
-            EngineError: a step with one of the requests has failed.
-            RequestTimeoutError: the time is up.
-        """
-        while not self._chunks:
-            if self._failure is not None:
-                raise self._failure
-            if not self._open:
-                raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
-        chunks = list(self._chunks)
-        self._chunks.clear()
-        return chunks
-
-    def close(self) -> None:
-        """Abort what is unfinished; its blocks are free before the next step. May be called twice."""
-        if self._timer is not None:
-            self._timer.cancel()
-        for request_id in self._open:
-            self._llm._forget(request_id, abort=True)
-        self._open.clear()
-        self._news.set()
-
-    def _take(self, event: Event) -> None:
-        if isinstance(event, RequestFailed):
-            self._end(event.request_id)
-            self._fail(event.error)
-            return
-        self._chunks.append(event)
-        if event.is_last:
-            self._end(event.request_id)
-        self._news.set()
-
-    def _end(self, request_id: str) -> None:
-        self._open.discard(request_id)
-        self._llm._forget(request_id, abort=False)
-        if not self._open and self._timer is not None:
-            self._timer.cancel()
-
-    def _time_out(self, timeout: float) -> None:
-        self._fail(
-            RequestTimeoutError(
-                f"not finished after {timeout:g} seconds", hint="ask for fewer tokens, or later"
-            )
-        )
-
-    def _fail(self, error: TesseraError) -> None:
-        self._failure = error
-        self.close()

@@ -11,15 +11,9 @@ import pytest
 from tessera_cli.engine.engine import Engine
 from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.errors import CapacityError, UsageError
-from tessera_cli.serving.async_llm import (
-    AsyncLLM,
-    DrainingError,
-    Generation,
-    QueueFullError,
-    RequestTimeoutError,
-    Status,
-)
+from tessera_cli.serving.async_llm import AsyncLLM, DrainingError, QueueFullError, Status
 from tessera_cli.serving.engine_thread import EngineError
+from tessera_cli.serving.generation import Generation, RequestTimeoutError
 from tessera_cli.serving.llm import LLM
 from tessera_cli.serving.outputs import CompletionOutput
 from tessera_cli.serving.token_bytes import TokenBytes

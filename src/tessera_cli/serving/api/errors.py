@@ -10,8 +10,9 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from tessera_cli.errors import TesseraError, UsageError
-from tessera_cli.serving.async_llm import DrainingError, QueueFullError, RequestTimeoutError
+from tessera_cli.serving.async_llm import DrainingError, QueueFullError
 from tessera_cli.serving.engine_thread import EngineError
+from tessera_cli.serving.generation import RequestTimeoutError
 
 _LOG = logging.getLogger(__name__)
 

@@ -15,8 +15,9 @@ from tessera_cli.serving.api.config import ServerConfig
 from tessera_cli.serving.api.errors import NotReadyError, UnknownModelError
 from tessera_cli.serving.api.metrics import ServerMetrics
 from tessera_cli.serving.api.protocol import SamplingFields
-from tessera_cli.serving.async_llm import AsyncLLM, Generation
+from tessera_cli.serving.async_llm import AsyncLLM
 from tessera_cli.serving.engine_thread import Chunk, EngineError
+from tessera_cli.serving.generation import Generation
 from tessera_cli.serving.outputs import CompletionOutput
 
 # Tokenising this many characters takes about a millisecond; more is done beside the event loop.
