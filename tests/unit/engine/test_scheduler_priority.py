@@ -115,6 +115,23 @@ def test_b7_no_place_is_kept_by_a_worse_one_whatever_limits_them(sizes: dict[str
     assert len(run_all(scheduler, model)) == 2 + n
 
 
+def test_blocks_that_are_found_and_would_be_freed_are_not_counted_twice() -> None:
+    """The urgent one finds blocks of a worse one: giving them up makes no room beside them."""
+    scheduler, model = make_scheduler(scheduling_policy="priority"), FakeModel(4)
+    add(scheduler, "best", 1, -1, max_tokens=20)
+    worse = Sequence("worse", [9] * 17, SamplingParams(max_tokens=8, ignore_eos=True), priority=1)
+    scheduler.add(worse)
+    for _ in range(3):
+        run_step(scheduler, model)
+    urgent = Sequence("urgent", [9] * 31, SamplingParams(max_tokens=1))  # all eight blocks
+    scheduler.add(urgent)
+    assert len(scheduler.prefix_cache.find(urgent)) == 4
+    output, _ = run_step(scheduler, model)
+    assert not output.preempted
+    assert running(scheduler) == ["best", "worse"]
+    assert len(run_all(scheduler, model)) == 3
+
+
 def test_an_urgent_prefill_leaves_each_running_sequence_a_token() -> None:
     scheduler, model = make_scheduler(max_num_batched_tokens=6, scheduling_policy="priority"), FakeModel(4)
     add(scheduler, "a", 3, 1)
