@@ -20,15 +20,16 @@ def served(model: str, *options: str) -> Iterator[tuple[str, int]]:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
-        url = ""
+        url, said = "", ""
         for line in process.stderr:
+            said += line
             found = re.match(r"(listening|ready) +(http://[^/,]+)", line)
             if found is not None:
                 url = found[2]
             if line.startswith("ready"):
                 break
         else:
-            raise SystemExit("the server has not started")
+            raise SystemExit(f"the server has not started:\n{said}")
         yield url, process.pid
         process.terminate()
         if process.wait(60) != 0:
