@@ -13,7 +13,12 @@ from typer.testing import CliRunner
 from tessera_cli.cli.app import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "CONTRIBUTING.md", "recipes/data/README.md"]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "recipes/data/README.md",
+    *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))),
+]
 BASH_BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OPERATORS = {"|", "||", "&", "&&", ";"}
 
@@ -59,8 +64,10 @@ def check(command: list[str]) -> None:
             check_make(targets)
         case ["pip", "install", *arguments]:
             check_extras(arguments)
-        case ["python" | "python3", "-m", "venv", _] | ["git" | "cd" | "source" | ".", *_]:
+        case ["python" | "python3", "-m", "venv", _] | ["git" | "cd" | "source" | "." | "curl", *_]:
             pass
+        case ["pytest", *paths]:
+            assert not [path for path in paths if not (ROOT / path).exists()]
         case ["python", script, *_]:
             assert (ROOT / script).is_file(), f"there is no {script}"
         case _:
