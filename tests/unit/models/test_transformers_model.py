@@ -42,6 +42,12 @@ def test_what_is_known_before_the_weights_is_what_is_loaded(model_dir: Path) -> 
     assert (config.eos_token_ids, config.max_position_embeddings) == ((2,), 512)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_to_sixteen_bits_is_no_other_model(model_dir: Path, dtype: torch.dtype) -> None:
+    attends = load_model(model_dir, dtype).attention_layers
+    assert attends == load_model(model_dir, torch.float32).attention_layers
+
+
 def test_windows_caps_and_scales_are_read_off_the_model(tmp_path: Path) -> None:
     layers = load_model(write_family("gemma2", tmp_path), torch.float32).attention_layers
     assert [layer.sliding_window for layer in layers] == [WINDOW, None, WINDOW]
@@ -74,8 +80,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_what_keeps_other_state_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+def test_what_keeps_other_state_is_refused_in_one_line(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     import transformers
 
     class_name, differs, named = REFUSED[name]
@@ -87,7 +94,7 @@ def test_what_keeps_other_state_is_refused_in_one_line(name: str, tmp_path: Path
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=named) as caught:
-        load_model(tmp_path, torch.float32)
+        load_model(tmp_path, dtype)
     assert "\n" not in str(caught.value)
     assert "GPT-2" in str(caught.value.hint)
 
