@@ -1,14 +1,27 @@
 """Files that appear whole or not at all."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an `OSError` of the body name `path`: of itself a failed write names no file, or a temporary one."""
+    try:
+        yield
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
 
 
 def write_file(path: Path, text: str) -> None:
     """Write `text` in UTF-8 so that `path` has all of it or is untouched."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        with naming(path):
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

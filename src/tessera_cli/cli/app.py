@@ -145,10 +145,9 @@ def _explain(error: Exception, arguments: Sequence[str]) -> TesseraError:
     if isinstance(error, OSError) and error.strerror is not None:
         return RunError(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
     if isinstance(error, MemoryError) or _is_torch_out_of_memory(error):
-        return RunError(
-            f"out of memory: {_first_line(error)}",
-            hint="lower `train.micro_batch_size` or `train.loss_chunk_tokens`, or `--kv-cache-memory`",
-        )
+        trains = next(iter(arguments), None) == "distill"
+        hint = "`train.micro_batch_size` or `train.loss_chunk_tokens`" if trains else "`--kv-cache-memory`"
+        return RunError(f"out of memory: {_first_line(error)}", hint=f"lower {hint}")
     return TesseraError(
         f"{type(error).__name__}: {_first_line(error)}",
         hint="this is a bug in Tessera; TESSERA_DEBUG=1 shows the traceback",

@@ -161,7 +161,8 @@ def select_device(name: str) -> str:
         torch.empty(0, device=name)
     # An unknown device is a RuntimeError, one that this build of torch lacks an AssertionError.
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"device {name!r} cannot be used here", hint=_DEVICE_HINT) from error
+        hint = f"use auto or cpu; torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices"
+        raise UsageError(f"device {name!r} cannot be used here", hint=hint) from error
     return name
 
 

@@ -20,6 +20,7 @@ from tessera_cli.engine.scheduler_output import SchedulerOutput
 from tessera_cli.engine.sequence import SampleError, Sequence, SequenceKey
 from tessera_cli.engine.stats import EngineStats
 from tessera_cli.errors import UsageError
+from tessera_cli.files import naming
 
 TRACE_FORMAT = "tessera-trace"
 TRACE_VERSION = 1
@@ -116,7 +117,9 @@ class TraceWriter:
         )
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
+        line = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
+        with naming(Path(self._file.name)):
+            self._file.write(line + "\n")
 
 
 def header(config: EngineConfig) -> dict[str, Any]:

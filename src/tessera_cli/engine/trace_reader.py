@@ -103,9 +103,15 @@ def read_trace(path: Path) -> Trace:
 
 def _parse(path: Path, number: int, line: str) -> Any:
     try:
-        return json.loads(line)
+        return json.loads(line, parse_constant=_refuse)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}:{number}: not JSON: {error}") from None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no number")
 
 
 def _step(raw: dict[str, Any]) -> TracedStep:

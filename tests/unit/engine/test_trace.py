@@ -1,6 +1,5 @@
 """A trace says what happened: written step by step, read back whole, cut short by a crash, broken."""
 
-import io
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -139,6 +138,8 @@ def test_a_trace_cut_short_is_read_up_to_its_last_whole_line(path: Path, num_los
         (1, "{}", "1: no trace"),
         (1, '{"format": "tessera-trace", "version": 9}', "1: trace version 9"),
         (3, "not json", "3: not JSON"),
+        (3, '{"time": NaN}', "3: not JSON: NaN is no number"),
+        (3, "[" * 100_000, "3: not JSON"),
         (3, "{}", "3: not a step of a trace (no 'pool')"),
         (3, "[]", "3: not a step of a trace"),
         (3, None, "3: step 3 stands where step 2 belongs"),
@@ -179,10 +180,9 @@ def test_trace_events_cover_each_step_and_each_sequence(path: Path):
     assert sum(event["name"] == "preempted" for event in events) == len(account(trace).preemptions)
 
 
-def test_an_empty_trace_has_an_account():
-    config = EngineConfig(num_blocks=9, max_model_len=16)
-    file = io.StringIO()
-    TraceWriter(file, config)
-    assert json.loads(file.getvalue())["config"]["num_blocks"] == 9
+def test_an_empty_trace_has_an_account(path: Path):
+    with TraceWriter.open(path, EngineConfig(num_blocks=9, max_model_len=16)):
+        pass
+    assert json.loads(path.read_text())["config"]["num_blocks"] == 9
     total = account(Trace({}, {}, (), None))
     assert (total.num_steps, total.histogram(), total.duration) == (0, [], 0.0)
