@@ -8,7 +8,7 @@ from pathlib import Path
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let an `OSError` of the body name `path`: of itself a failed write names no file, or a temporary one."""
+    """Let an `OSError` of the body name `path`: alone a failed write names no file, or a temporary one."""
     try:
         yield
     except OSError as error:
