@@ -80,19 +80,28 @@ class RequestLimits:
             await asyncio.get_running_loop().create_future()  # a disconnect cancels; nothing else comes
             raise AssertionError
 
+        is_answered = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal is_answered
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                is_answered = True
+            await send(message)
+
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
 
         at_end: list[Callable[[], None]] = []
         scope["state"]["at_end"] = at_end
-        answering = asyncio.ensure_future(self._app(scope, replay, send))
+        answering = asyncio.ensure_future(self._app(scope, replay, send_and_note))
         watching = asyncio.ensure_future(watch())
         try:
             await asyncio.wait((answering, watching), return_when=asyncio.FIRST_COMPLETED)
         finally:
             watching.cancel()
-            if not answering.done():
+            # To a server an answer that is whole is a disconnect, too.
+            if not answering.done() and not is_answered:
                 scope["state"]["is_disconnected"] = True
                 answering.cancel()
             await asyncio.gather(answering, watching, return_exceptions=True)

@@ -22,6 +22,9 @@ _LOG = logging.getLogger(__name__)
 # The most bytes of a request's line and headers, and the most connections that the kernel keeps waiting.
 _MAX_HEAD_SIZE = 32 * 1024
 _BACKLOG = 2048
+# Longer than clients keep an idle connection (httpx 5 s, proxies 60 s): who hangs up first must not be the
+# server, or it may do so while the next request is on its way.
+_KEEP_ALIVE = 75
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ def serve(
                 server_header=False,
                 lifespan="on",
                 backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE,
                 h11_max_incomplete_event_size=_MAX_HEAD_SIZE,
                 timeout_graceful_shutdown=endpoint.drain_timeout,
                 ssl_certfile=endpoint.ssl_certfile,
