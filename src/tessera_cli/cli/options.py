@@ -39,7 +39,7 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
-def _size_option(text: str | int) -> int:
+def size_option(text: str | int) -> int:
     # Typer also gives a parser the option's default.
     if isinstance(text, int):
         return text
@@ -82,7 +82,7 @@ DtypeOption = Annotated[
 MaxModelLenOption = Annotated[
     int | None,
     typer.Option(
-        parser=_size_option,
+        parser=size_option,
         metavar="TOKENS",
         help="Longest prompt and answer together. [default: the model's]",
         show_default=False,
@@ -98,7 +98,7 @@ KvCacheDtypeOption = Annotated[
 KvCacheMemoryOption = Annotated[
     int | None,
     typer.Option(
-        parser=_size_option,
+        parser=size_option,
         metavar="SIZE",
         help="Memory of the KV cache. [default: from what is free]",
         show_default=False,
@@ -121,7 +121,7 @@ MaxNumSeqsOption = Annotated[int, typer.Option(min=1, metavar="N", help="Most se
 MaxNumBatchedTokensOption = Annotated[
     int,
     typer.Option(
-        parser=_size_option,
+        parser=size_option,
         metavar="TOKENS",
         help="Most tokens in a step. [default: 2048]",
         show_default=False,

@@ -68,7 +68,7 @@ def serve(
     max_body_size: Annotated[
         int,
         typer.Option(
-            parser=options._size_option,
+            parser=options.size_option,
             metavar="SIZE",
             help="Of a request's body. [default: 4MiB]",
             show_default=False,

@@ -10,6 +10,7 @@ from typing import Any
 from tessera_cli.engine.config import require
 from tessera_cli.errors import UsageError
 
+MAX_SAMPLES = 16_384  # more than any engine runs at once
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 1e6  # of the repetition; the others are within ±2
@@ -136,7 +137,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
 
     def _check_lengths(self) -> None:
-        require("n", self.n, _is_int(self.n, 1), "a whole number, at least 1")
+        require("n", self.n, _is_int(self.n, 1, MAX_SAMPLES), f"a whole number, from 1 to {MAX_SAMPLES}")
         require("max_tokens", self.max_tokens, _is_int(self.max_tokens, 1), "a whole number, at least 1")
         is_min_tokens = _is_int(self.min_tokens, 0, self.max_tokens)
         require("min_tokens", self.min_tokens, is_min_tokens, f"from 0 to max_tokens={self.max_tokens}")

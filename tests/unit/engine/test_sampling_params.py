@@ -40,6 +40,7 @@ REFUSED: list[dict[str, Any]] = [
     {"seed": -1},
     {"seed": 2**63},
     {"n": 0},
+    {"n": 2**40},
     {"n": True},
     {"max_tokens": 0},
     {"max_tokens": None},
