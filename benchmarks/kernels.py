@@ -118,9 +118,16 @@ def decode(seconds: float) -> None:
         )
 
 
-def bandwidth(seconds: float) -> None:
+def _flat(library: CpuLibrary, size: int) -> Tensor:
+    """`size` bytes of float32 on pages of the same kind as the caches'."""
+    flat = torch.empty(size // 4)
+    library.functions.tessera_advise_huge_pages(flat.data_ptr(), size)
+    return flat.copy_(torch.randn(1024).repeat(size // 4096))
+
+
+def bandwidth(seconds: float, library: CpuLibrary) -> None:
     step = Step(64, 2048)
-    flat = [torch.randn(1024).repeat(step.bytes // 4096) for _ in range(step.num_layers)]
+    flat = [_flat(library, step.bytes) for _ in range(step.num_layers)]
     halves = [Step(64, 2048, dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.int8)]
     runs = [step.run(CpuAttention), *(half.run(CpuAttention) for half in halves[:2])]
     ours, half, brain, read = lowest(seconds, *runs, lambda index: flat[index % len(flat)].sum())
@@ -219,7 +226,7 @@ def main() -> None:
     print(f"{library.build}, {arguments.threads} threads; ratio, goal, our lowest time")
     parts = {
         "decode": lambda: decode(arguments.seconds),
-        "bandwidth": lambda: bandwidth(arguments.seconds),
+        "bandwidth": lambda: bandwidth(arguments.seconds, library),
         "prefill": lambda: prefill(arguments.seconds),
         "operators": lambda: operators(arguments.seconds, library),
         "linear": lambda: linear(arguments.seconds, library),

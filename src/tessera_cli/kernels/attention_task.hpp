@@ -10,6 +10,7 @@
 namespace tessera {
 
 constexpr int MAX_ROWS = 48;    // rows of one task: eight chunks
+constexpr int FEW_TILE = 64;    // the fewest keys between two rescalings of few rows
 constexpr int DIRECT_ROWS = 12;  // up to here keys and values are converted as they are read, else a block at once
 constexpr float LOG2_E = 1.44269504f;
 
@@ -68,15 +69,9 @@ inline void load_queries(const RowRange& rows, const Rows& q, int64_t first_toke
   }
 }
 
-// One block of a tile: its values, and how far ahead the same block of the next tile is.
-template <class T> struct Block {
-  const T* values;
-  int64_t ahead;
-};
-
-// Adds the tile's weighted values to the sums.
+// Adds the tile's weighted values to the sums; `blocks` are where each block's values are.
 template <class T>
-void weigh_tile(const RowRange& rows, const TaskMemory& memory, const Block<T>* blocks, int tile_start, int first,
+void weigh_tile(const RowRange& rows, const TaskMemory& memory, const T* const* blocks, int tile_start, int first,
                 int last) {
   const int size = rows.layer.block_size, dim = rows.layer.head_dim;
   for (int chunk = 0; chunk < rows.chunks(); ++chunk) {
@@ -87,8 +82,7 @@ void weigh_tile(const RowRange& rows, const TaskMemory& memory, const Block<T>* 
     int num_runs = 0;
     for (int key = begin; key < end;) {
       const int stop = std::min(end, (key / size + 1) * size);
-      const Block<T>& block = blocks[(key - tile_start) / size];
-      runs[num_runs++] = {block.values + int64_t{key % size} * dim, stop - key, key - tile_start, block.ahead};
+      runs[num_runs++] = {blocks[(key - tile_start) / size] + int64_t{key % size} * dim, stop - key, key - tile_start};
       key = stop;
     }
     with_rows(next - start, [&](auto count) {
@@ -105,12 +99,12 @@ void attend_keys(const RowRange& rows, const int32_t* table, const TaskMemory& m
   const int size = layer.block_size, dim = layer.head_dim, block_elements = size * dim;
   const bool direct = std::is_same_v<T, float> || task.num_rows <= DIRECT_ROWS;
   const bool few = task.num_rows <= DIRECT_ROWS;
-    const int tile = few ? std::max(32, size) : TILE;
+  const int tile = few ? std::max(FEW_TILE, size) : TILE;
   const float soft_cap = layer.soft_cap * LOG2_E;
   const T *all_keys = static_cast<const T*>(layer.keys), *all_values = static_cast<const T*>(layer.values);
   float key_scales[TILE], value_scales[TILE];
-  Block<T> blocks[TILE / LANES];
-  Block<float> converted[TILE / LANES];
+  const T* blocks[TILE / LANES];
+  const float* converted[TILE / LANES];
 
   for (int tile_start = task.begin / tile * tile; tile_start < task.end; tile_start += tile) {
     const int first = std::max(tile_start, task.begin), last = std::min(tile_start + tile, task.end);
@@ -119,12 +113,13 @@ void attend_keys(const RowRange& rows, const int32_t* table, const TaskMemory& m
       const int64_t base = layer.block(table[index], task.kv_head);
       const int at = index * size - tile_start, place = at / size;
       const T* keys = all_keys + base;
-      const int following = index + tile / size;
-      const int64_t ahead = few && following * size < task.end ? layer.block(table[following], task.kv_head) - base : 0;
-      blocks[place] = {all_values + base, ahead};
+      blocks[place] = all_values + base;
+      const bool another = (index + 1) * size < task.end;
+      const Upcoming<T> upcoming{all_values + base,
+                                 another ? all_keys + layer.block(table[index + 1], task.kv_head) : keys};
       if (!direct) {
         load_row(memory.keys, keys, block_elements);
-        converted[place] = {memory.values + at * dim, 0};
+        converted[place] = memory.values + at * dim;
         load_row(memory.values + at * dim, all_values + base, block_elements);
       }
       if (layer.kind == INT8) {
@@ -138,8 +133,8 @@ void attend_keys(const RowRange& rows, const int32_t* table, const TaskMemory& m
         float* scores = memory.scores + start * TILE + at;
         const float* queries = memory.queries + start * dim;
         with_rows(next - start, [&](auto count) {
-          if (direct) score_block<T, count>(scores, queries, keys, size, dim, ahead);
-          else score_block<float, count>(scores, queries, memory.keys, size, dim, 0);
+          if (direct) score_block<T, count>(scores, queries, keys, upcoming, size, dim);
+          else score_block<float, count>(scores, queries, memory.keys, {memory.keys, memory.keys}, size, dim);
         });
       }
     }

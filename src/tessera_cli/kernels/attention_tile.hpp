@@ -13,48 +13,67 @@ namespace tessera {
 constexpr int CHUNK = 6;   // rows whose accumulators fit sixteen registers, two vectors each
 constexpr int TILE = 128;  // the most keys between two rescalings; every block size divides it
 
-// Asks for `count` elements that lie `ahead` of those being read. Blocks are scattered and the hardware's own
-// prefetching stops at a page's end; spread over the arithmetic, the requests do not queue up.
-template <class T> TESSERA_INLINE void prefetch(const T* from, int64_t ahead, int count) {
+// Asks for `count` elements.
+template <class T> TESSERA_INLINE void prefetch(const T* from, int count) {
   constexpr int LINE = 64 / static_cast<int>(sizeof(T));
-  for (int i = 0; i < count; i += LINE) __builtin_prefetch(from + ahead + i);
+  for (int i = 0; i < count; i += LINE) __builtin_prefetch(from + i);
 }
 
+// What is asked for while a block is scored: its values, and the keys of the block after it.
+template <class T> struct Upcoming {
+  const T *values, *keys;
+
+  Upcoming after(int count) const { return {values + count, keys + count}; }
+};
+
 // scores[r][0 .. 8 W) = sum over d of queries[d][r] * keys[d][0 .. 8 W), rows of `scores` TILE apart.
+//
+// Blocks are scattered and the hardware's own prefetching stops at a page's end. Values are asked for here, a line
+// for each line of keys. A block's float32 keys are a stream long enough for the hardware, which fetches it beside
+// the values, while requests of ours would break it off; narrower keys are asked for too.
 template <class T, int R, int W>
-void score(float* scores, const float* queries, const T* keys, int stride, int head_dim, int64_t ahead) {
-  Floats sums[R][W];
+void score(float* scores, const float* queries, const T* keys, Upcoming<T> upcoming, int stride, int head_dim) {
+  constexpr int CHAINS = R * W < 8 ? 2 : 1;  // eight sums at least hide what a multiplication takes
+  Floats sums[CHAINS][R][W];
+  for (auto& chain : sums)
+    for (auto& row : chain)
+      for (Floats& sum : row) sum = Floats{};
+  for (int d = 0; d < head_dim; d += CHAINS)
+    for (int chain = 0; chain < CHAINS; ++chain, keys += stride, queries += R) {
+      Floats key[W];
+      prefetch(upcoming.values, W * LANES);
+      if constexpr (sizeof(T) < sizeof(float)) prefetch(upcoming.keys, W * LANES);
+      upcoming = upcoming.after(stride);
+      for (int w = 0; w < W; ++w) key[w] = load(keys + w * LANES);
+      for (int r = 0; r < R; ++r)
+        for (int w = 0; w < W; ++w) sums[chain][r][w] += queries[r] * key[w];
+    }
   for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w) sums[r][w] = Floats{};
-  for (int d = 0; d < head_dim; ++d, keys += stride, queries += R) {
-    Floats key[W];
-    prefetch(keys, ahead, W * LANES);
-    for (int w = 0; w < W; ++w) key[w] = load(keys + w * LANES);
-    for (int r = 0; r < R; ++r)
-      for (int w = 0; w < W; ++w) sums[r][w] += queries[r] * key[w];
-  }
-  for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w) store(scores + r * TILE + w * LANES, sums[r][w]);
+    for (int w = 0; w < W; ++w) {
+      if constexpr (CHAINS == 2) sums[0][r][w] += sums[1][r][w];
+      store(scores + r * TILE + w * LANES, sums[0][r][w]);
+    }
 }
 
 // All keys of one block. `stride` is the block size: keys are stored [head_dim, block_size].
 template <class T, int R>
-void score_block(float* scores, const float* queries, const T* keys, int stride, int head_dim, int64_t ahead) {
+void score_block(float* scores, const float* queries, const T* keys, const Upcoming<T>& upcoming, int stride,
+                 int head_dim) {
   int at = 0;
   if constexpr (R <= 3)
     for (; at + 4 * LANES <= stride; at += 4 * LANES)
-      score<T, R, 4>(scores + at, queries, keys + at, stride, head_dim, ahead);
+      score<T, R, 4>(scores + at, queries, keys + at, upcoming.after(at), stride, head_dim);
   for (; at + 2 * LANES <= stride; at += 2 * LANES)
-    score<T, R, 2>(scores + at, queries, keys + at, stride, head_dim, ahead);
-  for (; at < stride; at += LANES) score<T, R, 1>(scores + at, queries, keys + at, stride, head_dim, ahead);
+    score<T, R, 2>(scores + at, queries, keys + at, upcoming.after(at), stride, head_dim);
+  for (; at < stride; at += LANES)
+    score<T, R, 1>(scores + at, queries, keys + at, upcoming.after(at), stride, head_dim);
 }
 
 // Consecutive values of one block.
 template <class T> struct Run {
   const T* values;  // [count, head_dim]
   int count;
-  int at;         // place of the first one in the tile
-  int64_t ahead;  // from these values to those that are read next
+  int at;  // place of the first one in the tile
 };
 
 // sums[r][0 .. 8 C) += sum over keys of weights[r][key] * values[key][0 .. 8 C).
@@ -67,7 +86,6 @@ void weigh(float* sums, const float* weights, const Run<T>* runs, int num_runs, 
     const T* values = runs[i].values + column;
     const float* weight = weights + runs[i].at;
     for (int t = 0; t < runs[i].count; ++t, values += head_dim, ++weight) {
-      prefetch(values, runs[i].ahead, C * LANES);
       if constexpr (R > 3) {  // whichever is fewer stays in registers: the values, or the weights
         Floats value[C];
         for (int c = 0; c < C; ++c) value[c] = load(values + c * LANES);

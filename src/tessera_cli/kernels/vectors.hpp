@@ -24,6 +24,9 @@ typedef uint32_t Words __attribute__((vector_size(32)));
 typedef uint16_t Halves __attribute__((vector_size(16)));
 typedef int8_t Bytes __attribute__((vector_size(8)));
 
+typedef float Quad __attribute__((vector_size(16)));
+struct Pair { Quad low, high; };  // the lanes of Floats
+
 struct Half { uint16_t bits; };
 struct BFloat16 { uint16_t bits; };
 
@@ -44,9 +47,13 @@ TESSERA_INLINE Floats load(const float* from) {
 }
 
 TESSERA_INLINE Words load_words(const void* from) {
+#ifdef __AVX2__
+  return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+#else
   Halves bits;
   std::memcpy(&bits, from, sizeof bits);
   return __builtin_convertvector(bits, Words);
+#endif
 }
 
 TESSERA_INLINE Floats load(const BFloat16* from) { return bit_cast<Floats>(load_words(from) << 16); }
@@ -123,15 +130,16 @@ inline void store_row(void* to, int64_t offset, const float* from, int count, Ki
 TESSERA_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 TESSERA_INLINE float sum_lanes(Floats x) {
-  float total = 0;
-  for (int i = 0; i < LANES; ++i) total += x[i];
-  return total;
+  const auto [low, high] = bit_cast<Pair>(x);
+  const Quad four = low + high;
+  return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
 TESSERA_INLINE float largest_lane(Floats x) {
-  float top = x[0];
-  for (int i = 1; i < LANES; ++i) top = x[i] > top ? x[i] : top;
-  return top;
+  const auto [low, high] = bit_cast<Pair>(x);
+  const Quad four = low > high ? low : high;
+  const float even = four[0] > four[2] ? four[0] : four[2], odd = four[1] > four[3] ? four[1] : four[3];
+  return even > odd ? even : odd;
 }
 
 // 2^x for x <= 127, to 2e-7 of the result; 0 below -126, NaN for NaN. Taylor's polynomial of degree 6 in
