@@ -81,7 +81,6 @@ class Queues:
 
     def rebuild(self) -> None:
         """Make both queues anew: those of the live sequences that hold blocks run."""
-        self.requests = {request_id: live for request_id, live in self.requests.items() if live}
         ordered = self.ordered()
         self.running = [sequence for sequence in ordered if sequence.block_table]
         self.waiting = [sequence for sequence in ordered if not sequence.block_table]
