@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tessera_cli.attention import AttentionLayer
-from tessera_cli.kernels import cpu_operators
 from tessera_cli.kernels.backend import AttentionMetadata
 from tessera_cli.kernels.cpu import CpuAttention
 from tessera_cli.kernels.cpu_library import CpuLibrary, load_library
+from tessera_cli.kernels.cpu_operators import CpuOperators
 from tessera_cli.kernels.int8_linear import Int8Linear, Int8Weight
 from tessera_cli.kernels.reference import ReferenceAttention
+from tessera_cli.models.operators import TorchOperators
 
 _LAYER = AttentionLayer(
     num_heads=9, num_kv_heads=3, head_dim=64, scale=64**-0.5, sliding_window=None, logits_soft_cap=None
@@ -159,33 +160,34 @@ def prefill(seconds: float) -> None:
 
 
 def operators(seconds: float, library: CpuLibrary) -> None:
-    compiled = cpu_operators.CpuOperators(library)
+    compiled = CpuOperators(library)
     for tokens in (1, 64, 512):
         for name, ours, theirs in _operator_pairs(compiled, tokens):
             best, plain = lowest(seconds / 4, ours, theirs)
             tell(f"{name}, {tokens} tokens: over torch", plain / best, best)
 
 
-def _operator_pairs(compiled: cpu_operators.CpuOperators, tokens: int) -> Sequence[tuple[str, Run, Run]]:
+def _operator_pairs(compiled: CpuOperators, tokens: int) -> Sequence[tuple[str, Run, Run]]:
     residual, weight = torch.randn(tokens, _HIDDEN), torch.randn(_HIDDEN)
     zero = torch.zeros_like(residual)  # added again and again, it leaves the residual as it is
     gate_up, packed = torch.randn(tokens, 2 * _INNER), torch.randn(tokens, 15, 64)
-    cos, sin = torch.ones(tokens, 1, 64), torch.zeros(tokens, 1, 64)
+    table = torch.ones(tokens, 1, 64), torch.zeros(tokens, 1, 64)
+    plain = TorchOperators()
     return (
         (
             "add and norm",
             lambda _: compiled.add_rms_norm(zero, residual, weight, 1e-5),
-            lambda _: cpu_operators.plain_add_rms_norm(zero, residual, weight, 1e-5),
+            lambda _: plain.add_rms_norm(zero, residual, weight, 1e-5),
         ),
         (
             "rotate",
-            lambda _: compiled.rotate(packed, 12, cos, sin),
-            lambda _: cpu_operators.plain_rotate(packed, 12, cos, sin),
+            lambda _: compiled.rotate(packed[:, :12], table),
+            lambda _: plain.rotate(packed[:, :12], table),
         ),
         (
             "silu and mul",
             lambda _: compiled.silu_and_mul(gate_up),
-            lambda _: cpu_operators.plain_silu_and_mul(gate_up),
+            lambda _: plain.silu_and_mul(gate_up),
         ),
     )
 
