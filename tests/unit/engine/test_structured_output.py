@@ -90,7 +90,9 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize(("form", "has_form"), FORMS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("form", "has_form"), FORMS, ids=lambda value: "" if callable(value) else str(value)[:40]
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_comes_out_has_the_form(vocabulary, tokenizer, form, has_form, temperature) -> None:  # type: ignore[no-untyped-def]
     params = SamplingParams(temperature=temperature, structured_output=form)
