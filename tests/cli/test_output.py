@@ -162,3 +162,13 @@ def test_two_models_or_none_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UsageError, match="no model") as caught:
         choose_model(None, None, settings(None), sink(OutputMode.HUMAN))
     assert "tessera distill init" in str(caught.value.hint)
+
+
+def test_json_and_quiet_go_together() -> None:
+    stdout, stderr = io.StringIO(), io.StringIO()
+    output = Output(OutputMode.JSON, quiet=True, stdout=stdout, stderr=stderr)
+    output.note("loading")
+    output.document({"a": 1})
+    assert (json.loads(stdout.getvalue()), stderr.getvalue()) == ({"a": 1}, "")
+    assert Output.of(json=True, quiet=True).is_quiet
+    assert not Output.of(json=True).is_quiet

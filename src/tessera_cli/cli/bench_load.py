@@ -11,7 +11,7 @@ from typing import Any
 from tessera_cli.cli.bench_report import BenchRun
 from tessera_cli.cli.live import EngineView
 from tessera_cli.cli.loading import LoadedModel
-from tessera_cli.cli.output import Output, OutputMode
+from tessera_cli.cli.output import Output
 from tessera_cli.cli.prompt_line import Prompt
 from tessera_cli.errors import DataError, UsageError
 from tessera_cli.serving.baseline import TransformersBaseline
@@ -149,7 +149,7 @@ def measure(
         repeats = []
         for _ in range(load.repeat):
             view = None
-            if output.mode is not OutputMode.QUIET:
+            if not output.is_quiet:
                 view = EngineView(
                     output.console,
                     live=live,

@@ -256,17 +256,16 @@ def _unfinished(loaded: "LoadedRecipe") -> Path:
 def _train(
     loaded: "LoadedRecipe", output: Output, settings: Settings, *, live: bool | None, **arguments: Any
 ) -> None:
-    from tessera_cli.cli.output import OutputMode
     from tessera_cli.cli.terminal import wants_live
     from tessera_cli.cli.training_view import TrainingView
 
-    if output.mode is OutputMode.QUIET and live:
+    if output.is_quiet and live:
         raise UsageError("--quiet and --live exclude each other")
     shows_live = wants_live(output.console, live, no_progress=settings.no_progress)
     from tessera_cli.distill.pipeline import run_recipe
 
     arguments |= {"home": settings.home, "offline": settings.offline}
-    if output.mode is OutputMode.QUIET:
+    if output.is_quiet:
         run_recipe(loaded, listener=lambda event: None, **arguments)
         return
     with TrainingView(output.console, shows_live, run_header(loaded, arguments["run_dir"])) as view:

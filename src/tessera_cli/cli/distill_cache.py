@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tessera_cli.cli import options
-from tessera_cli.cli.output import Output, OutputMode
+from tessera_cli.cli.output import Output
 from tessera_cli.errors import UsageError
 from tessera_cli.settings import Settings, prepare_process
 
@@ -79,7 +79,7 @@ def _fill(
             loaded.recipe, listener=listener, home=settings.home, offline=settings.offline, **arguments
         )
 
-    if output.mode is OutputMode.QUIET:
+    if output.is_quiet:
         return fill(lambda event: None)
     cache = loaded.recipe.teacher.cache
     header = {"recipe": str(loaded.path), "teacher": loaded.recipe.teacher.model, "kind": cache.kind}

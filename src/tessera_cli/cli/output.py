@@ -26,8 +26,8 @@ class Output:
     """Writes results and messages.
 
     Args:
-        mode: in JSON mode `data` and `rows` write nothing and `document` is the result; in quiet mode
-            notes are dropped.
+        mode: in JSON mode `data` and `rows` write nothing and `document` is the result.
+        quiet: notes are dropped, whatever the mode; quiet mode says the same.
         stdout: where results go; the process's by default.
         stderr: where everything else goes; the process's by default.
     """
@@ -36,17 +36,19 @@ class Output:
         self,
         mode: OutputMode = OutputMode.HUMAN,
         *,
+        quiet: bool = False,
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
     ) -> None:
         self.mode = mode
+        self.is_quiet = quiet or mode is OutputMode.QUIET
         self.stdout = sys.stdout if stdout is None else stdout
         self.stderr = sys.stderr if stderr is None else stderr
 
     @classmethod
     def of(cls, *, json: bool = False, quiet: bool = False) -> "Output":
         """The sink for a command's `--json` and `--quiet`."""
-        return cls(OutputMode.JSON if json else OutputMode.QUIET if quiet else OutputMode.HUMAN)
+        return cls(OutputMode.JSON if json else OutputMode.HUMAN, quiet=quiet)
 
     @cached_property
     def console(self) -> "Console":
@@ -74,7 +76,7 @@ class Output:
 
     def note(self, text: str) -> None:
         """Tell the user something that is not the result."""
-        if self.mode is not OutputMode.QUIET:
+        if not self.is_quiet:
             self._message(text)
 
     def warning(self, text: str) -> None:

@@ -14,7 +14,7 @@ from tessera_cli.cli.bench_options import (
     RequestRateOption,
     parse_percentiles,
 )
-from tessera_cli.cli.output import Output, OutputMode
+from tessera_cli.cli.output import Output
 from tessera_cli.cli.terminal import wants_live
 from tessera_cli.errors import UsageError
 from tessera_cli.serving.workload import DEFAULT_CONCURRENCY, check_rate
@@ -155,7 +155,7 @@ def _run(
     from tessera_cli.serving import simulator
 
     view = None
-    if output.mode is not OutputMode.QUIET:
+    if not output.is_quiet:
         view = SimulationView(output.console, live=live, log_interval=log_interval)
     with view or nullcontext():
         return simulator.simulate(

@@ -119,10 +119,12 @@ class GrammarVocabulary:
 def _grammar_of(form: StructuredOutput) -> str:
     from llguidance import LLMatcher
 
-    if form.json_schema is not None:
-        return LLMatcher.grammar_from_json_schema(str(form.json_schema))
-    if form.json_object:
-        return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+    if form.json_schema is not None or form.json_object:
+        schema = '{"type": "object"}' if form.json_schema is None else str(form.json_schema)
+        # No free whitespace, which small models fill an answer with; spaces are those of `json.dumps`.
+        return LLMatcher.grammar_from_json_schema(
+            schema, defaults={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        )
     if form.regex is not None:
         return LLMatcher.grammar_from_regex(form.regex)
     if form.choice is not None:

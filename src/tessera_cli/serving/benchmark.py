@@ -162,6 +162,9 @@ class _Load:
         self.start = clock()
         self.due = None if arrivals is None else [self.start + seconds for seconds in arrivals]
         self.num_submitted = self.peak = 0
+        # Unlike those of earlier runs on this engine, so that a trace of several tells them apart.
+        before = engine.stats()
+        self.first_id = before.num_finished + before.num_failed
         self.in_flight: dict[str, list[RequestMetrics]] = {}
         self.failures: dict[str, str] = {}
         self.completed: list[tuple[BenchmarkRequest, list[RequestMetrics]]] = []
@@ -172,7 +175,8 @@ class _Load:
             arrival = now if self.due is None else self.due[self.num_submitted]
             if arrival > now:
                 break
-            request, request_id = self.requests[self.num_submitted], str(self.num_submitted)
+            request = self.requests[self.num_submitted]
+            request_id = str(self.first_id + self.num_submitted)
             self.engine.add_request(request_id, request.prompt_token_ids, request.params)
             self.in_flight[request_id] = [RequestMetrics(arrival) for _ in range(request.params.n)]
             self.num_submitted += 1
@@ -196,7 +200,7 @@ class _Load:
             if output.finish_reason is None:
                 continue
             times.finished_time = now
-            request = self.requests[int(request_id)]
+            request = self.requests[int(request_id) - self.first_id]
             error = _failure(output, request, times)
             if error is not None:
                 self.failures.setdefault(request_id, error)

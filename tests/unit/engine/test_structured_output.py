@@ -23,7 +23,6 @@ SCHEMA = {
     "properties": {"name": {"type": "string", "maxLength": 12}, "ok": {"type": "boolean"}},
     "required": ["name", "ok"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
 }
 
 
@@ -109,6 +108,7 @@ def test_any_json_object_is_one(vocabulary: GrammarVocabulary, tokenizer: Tokeni
     matcher = vocabulary.compile(StructuredOutput(json_object=True))
     follow(matcher, tokenizer, '{"a": [1, {"b": null}]}')
     assert allowed(matcher) & EOS == EOS
+    assert not allowed(matcher) - EOS  # no white space without end
     assert all(
         tokenizer.decode([token]).startswith("{")
         for token in allowed(vocabulary.compile(StructuredOutput(json_object=True)))
@@ -146,7 +146,7 @@ def test_reading_the_mask_changes_nothing(vocabulary: GrammarVocabulary, tokeniz
     matcher = vocabulary.compile(StructuredOutput(json_schema=SCHEMA))
     follow(matcher, tokenizer, '{"na')
     assert allowed(matcher) == allowed(matcher)
-    follow(matcher, tokenizer, 'me":"')
+    follow(matcher, tokenizer, 'me": "')
 
 
 def test_ids_beyond_the_tokenizer_are_never_allowed(tiny_model_dir: Path) -> None:

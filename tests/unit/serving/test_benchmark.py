@@ -75,7 +75,7 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            *(0, 0, 0, 0, 0, 10, 0, 16, 0, 0, 0),
+            *(0, 0, 0, len(self.given), 0, 10, 0, 16, 0, 0, 0),
             prefix_cache_queries=3 * len(self.given),
             prefix_cache_hits=len(self.given),
             num_forks=5,
@@ -112,10 +112,18 @@ def test_the_caches_counts_are_those_of_the_run():
     engine = FakeEngine(Time())
     run(engine, requests(2, 2), concurrency=2)
     result = run(engine, requests(*[2] * 6), concurrency=6)
-    # The first run has left two behind; the ids begin anew.
-    assert (result.prefix_cache_queries, result.prefix_cache_hits, result.forks) == (12, 4, 0)
+    assert (result.prefix_cache_queries, result.prefix_cache_hits, result.forks) == (18, 6, 0)
     assert result.as_dict()["prefix_cache_hit_rate"] == pytest.approx(1 / 3)
     assert BenchmarkResult(0, 0, 0, 0, 1.0, 0, 0, {}, []).prefix_cache_hit_rate is None
+
+
+def test_runs_on_one_engine_never_use_a_request_id_twice():
+    engine, seen = FakeEngine(Time()), []
+    add = engine.add_request
+    engine.add_request = lambda request_id, *rest: (seen.append(request_id), add(request_id, *rest))[1]
+    for _ in range(3):
+        run(engine, requests(2, 2, 3), concurrency=2)
+    assert len(seen) == len(set(seen)) == 9
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 8])
