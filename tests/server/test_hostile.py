@@ -117,7 +117,8 @@ def raw(server: Running, data: bytes) -> bytes:
     answer = b""
     with socket.create_connection((host, int(port)), timeout=10) as connection, suppress(ConnectionError):
         connection.sendall(data)
-        connection.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # not connected any more
+            connection.shutdown(socket.SHUT_WR)
         while part := connection.recv(65536):
             answer += part
     return answer
