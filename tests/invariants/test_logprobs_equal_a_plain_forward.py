@@ -83,7 +83,7 @@ def test_output_and_prompt(tiny_model_dir: Path, sizes: dict[str, Any]) -> None:
         check_all(decoder, prompt, outputs[str(index)])
 
 
-def test_b34_a_prompt_in_the_prefix_cache_has_them_whole(tiny_model_dir: Path) -> None:
+def test_a_prompt_in_the_prefix_cache_has_them_whole(tiny_model_dir: Path) -> None:
     decoder = tiny_decoder(tiny_model_dir)
     engine = make_engine(decoder)
     (prompt,) = random_prompts([33])

@@ -15,7 +15,7 @@ SIZES = {"num_blocks": 800, "max_num_seqs": 64, "max_num_batched_tokens": 256}
 
 
 @pytest.mark.parametrize("place", [0, 31, 63])
-def test_b44_one_seed(tiny_model_dir: Path, place: int) -> None:
+def test_one_seed(tiny_model_dir: Path, place: int) -> None:
     decoder = tiny_decoder(tiny_model_dir)
     (prompt,) = random_prompts([13], seed=5)
     alone = make_engine(decoder, **SIZES)
@@ -33,7 +33,7 @@ def test_b44_one_seed(tiny_model_dir: Path, place: int) -> None:
     assert run_samples(together)["watched"] == expected
 
 
-def test_b44_children_of_one_seed_differ_and_repeat(tiny_model_dir: Path) -> None:
+def test_children_of_one_seed_differ_and_repeat(tiny_model_dir: Path) -> None:
     decoder = tiny_decoder(tiny_model_dir)
     (prompt,) = random_prompts([13], seed=5)
 

@@ -64,7 +64,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_b42_a_row_that_is_not_finite_has_none_and_json_stays_valid(bad: float) -> None:
+def test_a_row_that_is_not_finite_has_none_and_json_stays_valid(bad: float) -> None:
     logits = some_logits(3)
     clean = token_logprobs(logits, [[1], [2], [3]], [2, 2, 2])
     logits[1, 7] = bad

@@ -78,7 +78,7 @@ def full_logits(decoder: Decoder, token_ids: list[int]) -> Tensor:
     return decoder.logits(hidden)
 
 
-def test_b49_each_sequence_gets_the_row_of_its_own_last_token(decoder: Decoder) -> None:
+def test_each_sequence_gets_the_row_of_its_own_last_token(decoder: Decoder) -> None:
     runner, prompts = make_runner(decoder), random_prompts([5, 9, 4, 1])
     first, second, third, fourth = make_sequences(prompts, replace(GREEDY, logprobs=0))
     runner.run(step([share(first, 4), share(second, 3)]))
@@ -107,7 +107,7 @@ def test_a_step_without_a_last_token_samples_nothing(decoder: Decoder) -> None:
     assert make_runner(decoder).run(step([share(sequence, 7)])) == StepResult()
 
 
-def test_b41_logits_that_are_not_finite_fail_their_sequence_only(
+def test_logits_that_are_not_finite_fail_their_sequence_only(
     decoder: Decoder, spoiled_rows: list[int]
 ) -> None:
     runner = make_runner(decoder)
@@ -179,7 +179,7 @@ def test_blocks_are_copied_before_anything_is_written(decoder: Decoder) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7, 20])
 @pytest.mark.parametrize("max_rows", [2, 256])
-def test_b34_prompt_logprobs_are_whole_whatever_the_chunks(
+def test_prompt_logprobs_are_whole_whatever_the_chunks(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, chunk: int, max_rows: int
 ) -> None:
     monkeypatch.setattr(model_runner, "MAX_LOGITS_ROWS", max_rows)
@@ -203,7 +203,7 @@ def test_b34_prompt_logprobs_are_whole_whatever_the_chunks(
         assert [token for token, _ in entry.top] == logprobs[position - 1].topk(2).indices.tolist()
 
 
-def test_b34_a_preempted_sequence_does_not_tell_its_prompt_again(decoder: Decoder) -> None:
+def test_a_preempted_sequence_does_not_tell_its_prompt_again(decoder: Decoder) -> None:
     (sequence,) = make_sequences(random_prompts([5]), replace(GREEDY, prompt_logprobs=2))
     sequence.token_ids.append(7)  # the first output, told with the prompt
     assert make_runner(decoder).run(whole([sequence])).prompt_logprobs == {}
@@ -226,7 +226,7 @@ def test_a_request_without_a_seed_is_a_bug(decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize("eos_token_id", [0, 2])
-def test_b59_every_end_token_of_the_model_ends_and_min_tokens_forbids_every_one(
+def test_every_end_token_of_the_model_ends_and_min_tokens_forbids_every_one(
     decoder: Decoder, eos_token_id: int
 ) -> None:
     (prompt,) = random_prompts([5])
@@ -243,7 +243,7 @@ def test_b59_every_end_token_of_the_model_ends_and_min_tokens_forbids_every_one(
     assert finished["ignored"].token_ids == [eos_token_id] * 8
 
 
-def test_b43_a_refused_request_leaves_the_engine_alive(decoder: Decoder) -> None:
+def test_a_refused_request_leaves_the_engine_alive(decoder: Decoder) -> None:
     engine = make_engine(decoder)
     (prompt,) = random_prompts([5])
     expected = run_requests(engine, {"before": (prompt, GREEDY)})["before"].token_ids

@@ -104,7 +104,7 @@ def test_the_nucleus_is_a_share_of_a_top_k_beyond_the_candidates() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [10, 50, 2000, 40000])
-def test_b47_a_batch_equals_its_rows_alone(vocab_size: int) -> None:
+def test_a_batch_equals_its_rows_alone(vocab_size: int) -> None:
     params = [*PARAMS, *ADJUSTED, *PARAMS]
     count = len(params)
     generator = torch.Generator().manual_seed(2)
@@ -149,7 +149,7 @@ def test_all_that_changes_the_logits_applies_in_the_order_of_vllm() -> None:
     torch.testing.assert_close(shares, (expected / 0.5).softmax(-1), atol=2 / count, rtol=0)
 
 
-def test_b42_a_row_with_every_token_forbidden_fails_alone() -> None:
+def test_a_row_with_every_token_forbidden_fails_alone() -> None:
     logits = torch.randn(3, 2, generator=torch.Generator().manual_seed(7))
     blocked = SamplingParams(temperature=1.0, min_tokens=1, stop_token_ids=(0, 1))
     for temperature in (0.0, 1.0):
@@ -175,7 +175,7 @@ def test_greedy_and_top_1_take_the_most_likely_token() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("params", [*PARAMS, *ADJUSTED], ids=name_of)
-def test_b41_a_row_that_is_not_finite_fails_alone(bad: float, params: SamplingParams) -> None:
+def test_a_row_that_is_not_finite_fails_alone(bad: float, params: SamplingParams) -> None:
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(4))
     clean = sample_one_each(logits, [params] * 3, [0.3, 0.6, 0.9])
     logits[1, 7] = bad

@@ -103,7 +103,7 @@ JUNK = (
 
 
 @given(name=st.sampled_from(sorted(SamplingParams.__dataclass_fields__)), value=JUNK)
-def test_b43_a_hostile_field_is_a_usage_error_or_harmless(name: str, value: object) -> None:
+def test_a_hostile_field_is_a_usage_error_or_harmless(name: str, value: object) -> None:
     with contextlib.suppress(UsageError):
         params = SamplingParams(**{name: value})
         hash(params)
@@ -112,7 +112,7 @@ def test_b43_a_hostile_field_is_a_usage_error_or_harmless(name: str, value: obje
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias"])
-def test_b43_token_ids_outside_of_the_vocabulary_are_refused(name: str) -> None:
+def test_token_ids_outside_of_the_vocabulary_are_refused(name: str) -> None:
     def params(token: int) -> SamplingParams:
         return SamplingParams(**{name: {token: 1.0} if name == "logit_bias" else (token,)})
 

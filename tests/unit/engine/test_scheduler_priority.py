@@ -100,7 +100,7 @@ def test_a_victim_is_not_admitted_again_in_the_same_step() -> None:
 
 @pytest.mark.parametrize("sizes", [{"max_num_seqs": 2}, {"max_num_batched_tokens": 2}])
 @pytest.mark.parametrize("n", [1, 2])
-def test_b7_no_place_is_kept_by_a_worse_one_whatever_limits_them(sizes: dict[str, int], n: int) -> None:
+def test_no_place_is_kept_by_a_worse_one_whatever_limits_them(sizes: dict[str, int], n: int) -> None:
     """Where the budget is what bounds the places, those that run leave no token to a newcomer."""
     scheduler, model = make_scheduler(scheduling_policy="priority", **sizes), FakeModel(4)
     for sequence in make_sequences([2, 2], max_tokens=20, priority=1, prefix="low"):
