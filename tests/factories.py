@@ -170,3 +170,16 @@ def check_output(scheduler: Scheduler, output: SchedulerOutput) -> None:
         assert all(scheduler.block_pool.ref_count(block) == 1 for block in blocks), "writes a shared block"
         assert written.isdisjoint(blocks)
         written.update(blocks)
+
+
+def start_sequences(scheduler: Scheduler, prompt_lens: list[int], *, max_tokens: int = 8) -> list[Sequence]:
+    """New sequences that wait in `scheduler`."""
+    sequences = make_sequences(prompt_lens, max_tokens=max_tokens)
+    for sequence in sequences:
+        scheduler.add(sequence)
+    return sequences
+
+
+def scheduled_lengths(output: SchedulerOutput) -> dict[str, int]:
+    """Tokens that a step schedules of each request."""
+    return {item.sequence.request_id: item.num_scheduled_tokens for item in output.scheduled}

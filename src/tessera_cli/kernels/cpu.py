@@ -9,10 +9,9 @@ from torch import Tensor
 
 from tessera_cli.attention import AttentionLayer
 from tessera_cli.errors import UsageError
-from tessera_cli.kernels.backend import NULL_BLOCK, AttentionMetadata
+from tessera_cli.kernels.backend import COMPILED_BLOCK_SIZES, NULL_BLOCK, AttentionMetadata
 from tessera_cli.kernels.cpu_library import KINDS, CpuLibrary, Layer, Step, load_library
 
-BLOCK_SIZES = (8, 16, 32, 64, 128)
 HEAD_DIM_MULTIPLE = 8
 
 
@@ -233,8 +232,8 @@ def _check_sizes(
     hint = "use the reference backend"
     if torch.device(device).type != "cpu":
         raise UsageError(f"the cpu attention backend does not run on {device}", hint=hint)
-    if block_size not in BLOCK_SIZES:
-        raise UsageError(f"block size {block_size}: the cpu backend has {BLOCK_SIZES}", hint=hint)
+    if block_size not in COMPILED_BLOCK_SIZES:
+        raise UsageError(f"block size {block_size}: the cpu backend has {COMPILED_BLOCK_SIZES}", hint=hint)
     if kv_cache_dtype not in KINDS or dtype not in KINDS or dtype == torch.int8:
         raise UsageError(f"the cpu backend has no {dtype} over a {kv_cache_dtype} cache", hint=hint)
     for index, layer in enumerate(layers):

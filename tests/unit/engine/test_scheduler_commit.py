@@ -16,26 +16,17 @@ from tests.factories import (
     make_sequences,
     run_all,
     run_step,
+    scheduled_lengths,
+    start_sequences,
 )
 
 MODEL_LEN = 32
 
 
-def _start(scheduler: Scheduler, prompt_lens: list[int], *, max_tokens: int = 8) -> list[Sequence]:
-    sequences = make_sequences(prompt_lens, max_tokens=max_tokens)
-    for sequence in sequences:
-        scheduler.add(sequence)
-    return sequences
-
-
-def _lengths(output: SchedulerOutput) -> dict[str, int]:
-    return {item.sequence.request_id: item.num_scheduled_tokens for item in output.scheduled}
-
-
 class TestCommit:
     def test_steps_do_not_overlap(self) -> None:
         scheduler, model = make_scheduler(), FakeModel(4)
-        _start(scheduler, [3])
+        start_sequences(scheduler, [3])
         output = scheduler.schedule()
         with pytest.raises(RuntimeError, match="neither committed nor rolled back"):
             scheduler.schedule()
@@ -55,7 +46,7 @@ class TestCommit:
     )
     def test_tokens_must_be_those_of_the_step(self, sampled: dict[SequenceKey, list[int]]) -> None:
         scheduler = make_scheduler(max_num_batched_tokens=6)
-        first, _ = _start(scheduler, [3, 10])  # r1 is between its chunks and samples nothing
+        first, _ = start_sequences(scheduler, [3, 10])  # r1 is between its chunks and samples nothing
         output = scheduler.schedule()
         with pytest.raises(ValueError, match="r0"):
             scheduler.commit(output, sampled)
@@ -71,7 +62,7 @@ class TestCommit:
 
     def test_a_sample_error_ends_its_sequence_alone(self) -> None:
         scheduler, model = make_scheduler(), FakeModel(4)
-        first, second = _start(scheduler, [3, 3])
+        first, second = start_sequences(scheduler, [3, 3])
         output = scheduler.schedule()
         sampled = model.run(output) | {("r0", 0): [SampleError("logits are NaN")]}
         assert scheduler.commit(output, sampled) == [first]
@@ -89,7 +80,7 @@ class TestCommit:
 
     def test_max_model_len_ends_a_sequence(self) -> None:
         scheduler, model = make_scheduler(), FakeModel(4)
-        (sequence,) = _start(scheduler, [30], max_tokens=100)
+        (sequence,) = start_sequences(scheduler, [30], max_tokens=100)
         assert run_all(scheduler, model) == [sequence]
         assert (sequence.num_tokens, sequence.finish_reason) == (MODEL_LEN, FinishReason.LENGTH)
 
@@ -97,7 +88,7 @@ class TestCommit:
 class TestRollback:
     def test_an_admission_is_undone(self) -> None:
         scheduler = make_scheduler(max_num_batched_tokens=6)
-        first, second = _start(scheduler, [3, 10])
+        first, second = start_sequences(scheduler, [3, 10])
         output = scheduler.schedule()
         (late,) = make_sequences([1], prefix="late")
         scheduler.add(late)
@@ -105,11 +96,11 @@ class TestRollback:
         scheduler.check_invariants()
         assert scheduler.block_pool.num_free_blocks == 8
         assert first.status is second.status is SequenceStatus.PREEMPTED
-        assert _lengths(scheduler.schedule()) == _lengths(output)
+        assert scheduled_lengths(scheduler.schedule()) == scheduled_lengths(output)
 
     def test_a_decode_keeps_what_was_computed_before(self) -> None:
         scheduler, model = make_scheduler(), FakeModel(4)
-        (sequence,) = _start(scheduler, [4])
+        (sequence,) = start_sequences(scheduler, [4])
         run_step(scheduler, model)
         before = list(sequence.block_table)
         output = scheduler.schedule()
@@ -123,7 +114,7 @@ class TestRollback:
 
     def test_a_victim_stays_preempted_and_a_readmitted_one_is_a_victim_again(self) -> None:
         scheduler, model = make_scheduler(), FakeModel(4)
-        _start(scheduler, [4, 4, 4], max_tokens=20)
+        start_sequences(scheduler, [4, 4, 4], max_tokens=20)
         num_victims = num_readmitted = 0
         while scheduler.has_unfinished():
             waiting_before = scheduler.num_waiting
@@ -147,24 +138,24 @@ class TestRollback:
 
 
 def _waiting(scheduler: Scheduler, model: FakeModel) -> Sequence:
-    return _start(scheduler, [3])[0]
+    return start_sequences(scheduler, [3])[0]
 
 
 def _between_chunks(scheduler: Scheduler, model: FakeModel) -> Sequence:
-    (sequence,) = _start(scheduler, [25])
+    (sequence,) = start_sequences(scheduler, [25])
     run_step(scheduler, model)
     assert 0 < sequence.num_computed_tokens < 25
     return sequence
 
 
 def _decoding(scheduler: Scheduler, model: FakeModel) -> Sequence:
-    (sequence,) = _start(scheduler, [3])
+    (sequence,) = start_sequences(scheduler, [3])
     run_step(scheduler, model)
     return sequence
 
 
 def _preempted(scheduler: Scheduler, model: FakeModel) -> Sequence:
-    *_, sequence = _start(scheduler, [4, 4, 4], max_tokens=20)
+    *_, sequence = start_sequences(scheduler, [4, 4, 4], max_tokens=20)
     while not scheduler.num_preemptions:
         run_step(scheduler, model)
     assert sequence.status is SequenceStatus.PREEMPTED
@@ -172,7 +163,7 @@ def _preempted(scheduler: Scheduler, model: FakeModel) -> Sequence:
 
 
 def _last_token(scheduler: Scheduler, model: FakeModel) -> Sequence:
-    (sequence,) = _start(scheduler, [3], max_tokens=2)
+    (sequence,) = start_sequences(scheduler, [3], max_tokens=2)
     run_step(scheduler, model)
     return sequence
 
@@ -228,7 +219,7 @@ def test_abort_matches_whole_ids() -> None:
 
 def test_who_loses_its_blocks_in_a_step_can_be_aborted_in_it() -> None:
     scheduler, model = make_scheduler(), FakeModel(4)
-    _start(scheduler, [4, 4, 4], max_tokens=20)
+    start_sequences(scheduler, [4, 4, 4], max_tokens=20)
     output = scheduler.schedule()
     while not output.preempted:
         scheduler.commit(output, model.run(output))
