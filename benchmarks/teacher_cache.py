@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
-from tessera_cli.distill.data import TrainBatch, build_batch
+from tessera_cli.distill.data.corpus import TrainBatch, build_batch
 from tessera_cli.distill.events import TrainStep
 from tessera_cli.distill.inputs import read_inputs
-from tessera_cli.distill.student import build_student
+from tessera_cli.distill.students.student import build_student
 from tessera_cli.distill.teacher_cache.build import open_caches
 from tessera_cli.distill.teacher_cache.plan import plan_caches
 from tessera_cli.distill.teacher_cache.targets import Targets
-from tessera_cli.distill.teacher_side import CachedTeacher, OnlineTeacher, TeacherSide
-from tessera_cli.distill.trainer import Trainer
+from tessera_cli.distill.training.teacher_side import CachedTeacher, OnlineTeacher, TeacherSide
+from tessera_cli.distill.training.trainer import Trainer
 from tessera_cli.models.loader import load_decoder, select_dtype
 from tessera_cli.recipe.loader import load_recipe
 from tessera_cli.settings import Settings

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from tessera_cli.distill.activation_importance import ActivationImportance, activation_importance
-from tessera_cli.distill.data import build_batch, load_corpus
-from tessera_cli.distill.evaluate import Evaluator, held_out_batches
-from tessera_cli.distill.width_pruning import build_narrow_student, choose_width
+from tessera_cli.distill.data.corpus import build_batch, load_corpus
+from tessera_cli.distill.evaluation.evaluate import Evaluator, held_out_batches
+from tessera_cli.distill.students.activation_importance import ActivationImportance, activation_importance
+from tessera_cli.distill.students.width_pruning import build_narrow_student, choose_width
 from tessera_cli.models.loader import load_decoder
 from tessera_cli.models.tokenizer import Tokenizer
 from tessera_cli.recipe.schema import DataSource

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tessera_cli.distill.data import Document, TrainBatch, build_batch
+from tessera_cli.distill.data.corpus import Document, TrainBatch, build_batch
 from tessera_cli.distill.events import Listener
-from tessera_cli.distill.trainer import Trainer
+from tessera_cli.distill.training.trainer import Trainer
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.recipe.schema import LossSection, TrainSection

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tessera_cli.distill import pipeline, run_models
+from tessera_cli.distill import pipeline
 from tessera_cli.distill.events import Evaluated, Event, Listener, TrainStep
 from tessera_cli.distill.pipeline import run_recipe
+from tessera_cli.distill.runs import run_models
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.recipe.loader import load_recipe
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tessera_cli.distill.data import build_batch
+from tessera_cli.distill.data.corpus import build_batch
 from tests.training_factories import make_decoder, make_documents, make_trainer
 
 DOCUMENTS = make_documents([3, 14, 6, 9, 2, 11, 5, 17])

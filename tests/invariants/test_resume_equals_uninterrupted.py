@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tessera_cli.distill import checkpoint
-from tessera_cli.distill.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from tessera_cli.distill.trainer import Trainer
+from tessera_cli.distill.training import checkpoint
+from tessera_cli.distill.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from tessera_cli.distill.training.trainer import Trainer
 from tests.training_factories import assert_same_bits, make_decoder, make_steps, make_trainer
 
 NUM_STEPS = 8

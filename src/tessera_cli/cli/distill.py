@@ -219,7 +219,7 @@ def show(
     if run_dir is not None:
         show_run(run_dir, output)
         return
-    from tessera_cli.distill.run_status import list_runs
+    from tessera_cli.distill.runs.run_status import list_runs
 
     runs = list_runs(options.RUNS_DIR)
     output.document([run.as_dict() for run in runs])
@@ -242,7 +242,7 @@ def _new_run_dir(loaded: "LoadedRecipe") -> Path:
 
 
 def _unfinished(loaded: "LoadedRecipe") -> Path:
-    from tessera_cli.distill.run_status import latest_unfinished
+    from tessera_cli.distill.runs.run_status import latest_unfinished
 
     found = latest_unfinished(options.RUNS_DIR, loaded)
     if found is None:

@@ -10,7 +10,7 @@ from tessera_cli.settings import Settings
 
 if TYPE_CHECKING:
     from tessera_cli.distill.plan import Plan
-    from tessera_cli.distill.run_status import RunStatus
+    from tessera_cli.distill.runs.run_status import RunStatus
     from tessera_cli.recipe.loader import LoadedRecipe
     from tessera_cli.recipe.student_section import StudentSection
 
@@ -99,7 +99,7 @@ def plan_lines(loaded: "LoadedRecipe", plan: "Plan") -> list[str]:
 
 def show_run(run_dir: Path, output: Output) -> None:
     """Write the state of the run in `run_dir`."""
-    from tessera_cli.distill.run_status import read_run
+    from tessera_cli.distill.runs.run_status import read_run
 
     status = read_run(run_dir)
     output.document(status.as_dict())

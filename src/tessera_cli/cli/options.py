@@ -204,7 +204,7 @@ def choose_model(argument: str | None, option: str | None, settings: Settings, o
     if settings.model is not None:
         output.note(f"using $TESSERA_MODEL {settings.model}")
         return settings.model
-    from tessera_cli.distill.run_status import list_runs
+    from tessera_cli.distill.runs.run_status import list_runs
 
     finished = [run for run in list_runs(RUNS_DIR) if run.status == "finished" and run.export is not None]
     if not finished:

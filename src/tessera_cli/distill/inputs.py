@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tessera_cli.distill.data import Corpus, load_corpus
-from tessera_cli.distill.layer_choice import hidden_pairs
-from tessera_cli.distill.packing import StepPlan
-from tessera_cli.distill.sources import check_file
-from tessera_cli.distill.student_config import StudentShape, fingerprint_model, student_shape
+from tessera_cli.distill.data.corpus import Corpus, load_corpus
+from tessera_cli.distill.data.packing import StepPlan
+from tessera_cli.distill.data.sources import check_file
+from tessera_cli.distill.students.layer_choice import hidden_pairs
+from tessera_cli.distill.students.student_config import StudentShape, fingerprint_model, student_shape
 from tessera_cli.errors import ModelError, UsageError
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.source import Notify, resolve_model

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tessera_cli.distill.checkpoint import latest_checkpoint, load_checkpoint
-from tessera_cli.distill.evaluate import Evaluator, held_out_batches
+from tessera_cli.distill.evaluation.evaluate import Evaluator, held_out_batches
+from tessera_cli.distill.evaluation.report import Report, draw_curve, render_report
+from tessera_cli.distill.evaluation.samples import compare
 from tessera_cli.distill.events import Evaluated, Event, Listener, Note, StageStarted, TrainStep
 from tessera_cli.distill.inputs import RunInputs, find_student, find_teacher, read_inputs, read_split
-from tessera_cli.distill.report import Report, draw_curve, render_report
-from tessera_cli.distill.run_directory import (
+from tessera_cli.distill.runs.run_directory import (
     RunDirectory,
     check_available,
     check_resumable,
@@ -20,12 +20,12 @@ from tessera_cli.distill.run_directory import (
     write_text,
     writing,
 )
-from tessera_cli.distill.run_models import check_caches, prepare_models, recorded_start
-from tessera_cli.distill.run_status import read_run
-from tessera_cli.distill.samples import compare
-from tessera_cli.distill.student_start import start_student
-from tessera_cli.distill.trainer import Trainer
-from tessera_cli.distill.training import train
+from tessera_cli.distill.runs.run_models import check_caches, prepare_models, recorded_start
+from tessera_cli.distill.runs.run_status import read_run
+from tessera_cli.distill.students.student_start import start_student
+from tessera_cli.distill.training.checkpoint import latest_checkpoint, load_checkpoint
+from tessera_cli.distill.training.loop import train
+from tessera_cli.distill.training.trainer import Trainer
 from tessera_cli.engine.sizing import select_device
 from tessera_cli.errors import RunError, UsageError
 from tessera_cli.models.decoder import Decoder

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera_cli.distill.losses import chunked_distillation_loss
+from tessera_cli.distill.losses.dense import chunked_distillation_loss
 from tessera_cli.recipe.schema import LossSection
 
 KINDS = ["forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd"]

@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tessera_cli.distill import checkpoint
-from tessera_cli.distill.checkpoint import TrainerState, latest_checkpoint, load_checkpoint, save_checkpoint
+from tessera_cli.distill.training import checkpoint
+from tessera_cli.distill.training.checkpoint import (
+    TrainerState,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from tessera_cli.errors import RunError, UsageError
 from tests.training_factories import assert_same_bits
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tessera_cli.distill.data import Corpus, Document, build_batch, load_corpus
-from tessera_cli.distill.sources import read_rows
+from tessera_cli.distill.data.corpus import Corpus, Document, build_batch, load_corpus
+from tessera_cli.distill.data.sources import read_rows
 from tessera_cli.errors import DataError, ModelError
 from tessera_cli.models.tokenizer import Tokenizer
 from tessera_cli.recipe.schema import DataSource

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from tessera_cli.distill.data import Document
-from tessera_cli.distill.evaluate import Evaluator, held_out_batches
-from tessera_cli.distill.student import build_student
+from tessera_cli.distill.data.corpus import Document
+from tessera_cli.distill.evaluation.evaluate import Evaluator, held_out_batches
+from tessera_cli.distill.students.student import build_student
 from tessera_cli.kernels.packed import PackedAttention
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.loader import load_decoder

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tessera_cli.distill.checkpoint import load_checkpoint, save_checkpoint
-from tessera_cli.distill.data import TrainBatch, build_batch
-from tessera_cli.distill.hidden_loss import HiddenStateLoss, hidden_loss, layer_outputs
-from tessera_cli.distill.layer_choice import hidden_pairs
-from tessera_cli.distill.student import build_student, forward_batch
-from tessera_cli.distill.trainer import Trainer
+from tessera_cli.distill.data.corpus import TrainBatch, build_batch
+from tessera_cli.distill.losses.hidden import HiddenStateLoss, hidden_loss, layer_outputs
+from tessera_cli.distill.students.layer_choice import hidden_pairs
+from tessera_cli.distill.students.student import build_student, forward_batch
+from tessera_cli.distill.training.checkpoint import load_checkpoint, save_checkpoint
+from tessera_cli.distill.training.trainer import Trainer
 from tessera_cli.errors import UsageError
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.recipe.hidden_section import HiddenLossSection
@@ -32,7 +32,7 @@ def _narrow(seed: int) -> Decoder:
     """A student of half the teacher's width."""
     from dataclasses import replace
 
-    from tessera_cli.distill.student_start import random_decoder
+    from tessera_cli.distill.students.student_start import random_decoder
 
     student = random_decoder(replace(make_decoder(seed).config, hidden_size=8), seed=seed)
     with torch.no_grad():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tessera_cli.distill.interrupt import DeferredInterrupt
+from tessera_cli.distill.training.interrupt import DeferredInterrupt
 
 
 def press_ctrl_c(times: int, then: Callable[[], object]) -> None:

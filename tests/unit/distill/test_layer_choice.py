@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from tessera_cli.distill.layer_choice import even_layers, important_layers, listed_layers
+from tessera_cli.distill.students.layer_choice import even_layers, important_layers, listed_layers
 from tessera_cli.errors import UsageError
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tessera_cli.distill import losses
-from tessera_cli.distill.losses import chunked_distillation_loss
+from tessera_cli.distill.losses import dense as losses
+from tessera_cli.distill.losses.dense import chunked_distillation_loss
 from tessera_cli.recipe.schema import LossSection
 from tests.unit.distill.loss_oracle import KINDS, TOKENS, VOCAB, gradients, make_inputs, oracle, section
 

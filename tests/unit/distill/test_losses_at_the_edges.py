@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from tessera_cli.distill import losses
-from tessera_cli.distill.data import Document, build_batch
-from tessera_cli.distill.evaluate import Evaluator
-from tessera_cli.distill.losses import chunked_distillation_loss, divergence
+from tessera_cli.distill.data.corpus import Document, build_batch
+from tessera_cli.distill.evaluation.evaluate import Evaluator
+from tessera_cli.distill.losses import dense as losses
+from tessera_cli.distill.losses.dense import chunked_distillation_loss, divergence
 from tessera_cli.models.loader import load_decoder
 from tessera_cli.recipe.schema import LossSection
 from tests.families import random_tokens, transformers_model, write_family

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tessera_cli.distill.packing import StepPlan, epoch_order, pack_rows
+from tessera_cli.distill.data.packing import StepPlan, epoch_order, pack_rows
 from tessera_cli.recipe.schema import DataSection, TrainSection
 
 SOURCE = {"path": "a.jsonl", "format": "text"}

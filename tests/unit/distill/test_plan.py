@@ -91,7 +91,7 @@ def test_planning_and_listing_runs_load_no_torch(recipe_file):
 import sys
 from pathlib import Path
 from tessera_cli.distill.plan import plan_recipe
-from tessera_cli.distill.run_status import list_runs
+from tessera_cli.distill.runs.run_status import list_runs
 from tessera_cli.recipe.loader import load_recipe
 list_runs(Path("."))
 assert "datasets" not in sys.modules

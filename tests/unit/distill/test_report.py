@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tessera_cli.distill.data import Document
+from tessera_cli.distill.data.corpus import Document
+from tessera_cli.distill.evaluation.report import Report, draw_curve, render_report
+from tessera_cli.distill.evaluation.samples import Comparison, Sample, compare, held_out_prompts
 from tessera_cli.distill.events import Evaluated, TrainStep
-from tessera_cli.distill.report import Report, draw_curve, render_report
-from tessera_cli.distill.samples import Comparison, Sample, compare, held_out_prompts
-from tessera_cli.distill.student import build_student
+from tessera_cli.distill.students.student import build_student
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.loader import load_decoder
 from tessera_cli.models.tokenizer import Tokenizer

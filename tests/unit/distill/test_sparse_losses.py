@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tessera_cli.distill.losses import DistillationSums, chunked_distillation_loss
-from tessera_cli.distill.sparse_losses import sampled_distillation_loss, topk_distillation_loss
+from tessera_cli.distill.losses.dense import DistillationSums, chunked_distillation_loss
+from tessera_cli.distill.losses.sparse import sampled_distillation_loss, topk_distillation_loss
 from tessera_cli.recipe.schema import LossSection
 
 KINDS = ["forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd"]

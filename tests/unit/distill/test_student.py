@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tessera_cli.distill.data import Document, build_batch
-from tessera_cli.distill.student import build_student, forward_batch, layer_importance
+from tessera_cli.distill.data.corpus import Document, build_batch
+from tessera_cli.distill.students.student import build_student, forward_batch, layer_importance
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.loader import load_decoder
 

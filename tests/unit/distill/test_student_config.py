@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tessera_cli.distill.plan import Plan, plan_recipe
-from tessera_cli.distill.student_config import student_shape
+from tessera_cli.distill.students.student_config import student_shape
 from tessera_cli.errors import ModelError, UsageError
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.tokenizer import Tokenizer

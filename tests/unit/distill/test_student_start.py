@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tessera_cli.distill import run_models
-from tessera_cli.distill.data import build_batch
+from tessera_cli.distill.data.corpus import build_batch
 from tessera_cli.distill.events import TrainStep
 from tessera_cli.distill.pipeline import evaluate_run, run_recipe
-from tessera_cli.distill.student import build_student, forward_batch
-from tessera_cli.distill.student_start import random_decoder
+from tessera_cli.distill.runs import run_models
+from tessera_cli.distill.students.student import build_student, forward_batch
+from tessera_cli.distill.students.student_start import random_decoder
 from tessera_cli.errors import UsageError
 from tessera_cli.models.loader import load_decoder, save_decoder
 from tessera_cli.recipe.loader import load_recipe

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tessera_cli.distill.data import Document, build_batch
+from tessera_cli.distill.data.corpus import Document, build_batch
 from tessera_cli.distill.events import Event, Note
-from tessera_cli.distill.student import forward_batch
+from tessera_cli.distill.students.student import forward_batch
 from tessera_cli.distill.teacher_cache import layout
 from tessera_cli.distill.teacher_cache.build import open_caches
 from tessera_cli.distill.teacher_cache.codec import Codec

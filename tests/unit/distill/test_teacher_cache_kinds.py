@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tessera_cli.distill.losses import forward_kl
+from tessera_cli.distill.losses.dense import forward_kl
 from tessera_cli.distill.teacher_cache.codec import Codec, id_dtype, log_probs
 from tessera_cli.distill.teacher_cache.hidden import HiddenCodec
 from tessera_cli.distill.teacher_cache.sample import SampleCodec, draw

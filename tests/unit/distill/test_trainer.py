@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
-from tessera_cli.distill.data import TrainBatch, build_batch
+from tessera_cli.distill.data.corpus import TrainBatch, build_batch
 from tessera_cli.distill.events import Event, Note, TrainStep
-from tessera_cli.distill.optimizer import learning_rate
+from tessera_cli.distill.training.optimizer import learning_rate
 from tessera_cli.errors import ModelError, RunError, UsageError
 from tessera_cli.kernels.packed import PackedAttention
 from tessera_cli.models.decoder import Decoder

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tessera_cli.distill.activation_importance import ActivationImportance, activation_importance
-from tessera_cli.distill.data import TrainBatch, build_batch
-from tessera_cli.distill.student import forward_batch
-from tessera_cli.distill.width_pruning import (
+from tessera_cli.distill.data.corpus import TrainBatch, build_batch
+from tessera_cli.distill.students.activation_importance import ActivationImportance, activation_importance
+from tessera_cli.distill.students.student import forward_batch
+from tessera_cli.distill.students.width_pruning import (
     WidthChoice,
     build_narrow_student,
     choose_width,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tessera_cli.distill.data import TrainBatch
+from tessera_cli.distill.data.corpus import TrainBatch
 from tessera_cli.distill.events import Listener, StageStarted
 from tessera_cli.distill.teacher_cache.figures import CacheFigures
 from tessera_cli.distill.teacher_cache.keys import batch_keys

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tessera_cli.distill.evaluate import held_out_batches
+from tessera_cli.distill.evaluation.evaluate import held_out_batches
 from tessera_cli.distill.events import Listener, Note, StageStarted
 from tessera_cli.distill.inputs import read_inputs
 from tessera_cli.distill.teacher_cache.build import open_caches

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tessera_cli.distill.losses import forward_kl
+from tessera_cli.distill.losses.dense import forward_kl
 from tessera_cli.distill.teacher_cache.codec import Kept, join, log_probs
 from tessera_cli.distill.teacher_cache.targets import HiddenTargets
 from tessera_cli.errors import UsageError

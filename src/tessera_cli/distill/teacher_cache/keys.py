@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tessera_cli.distill.data import Document, TrainBatch
+from tessera_cli.distill.data.corpus import Document, TrainBatch
 
 KEY_BYTES = 16
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tessera_cli.distill.data import Document
+from tessera_cli.distill.data.corpus import Document
 from tessera_cli.distill.inputs import RunInputs
 from tessera_cli.distill.teacher_cache.codec import Codec
 from tessera_cli.distill.teacher_cache.hidden import HiddenCodec

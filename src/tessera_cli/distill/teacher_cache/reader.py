@@ -9,7 +9,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tessera_cli.distill.data import TrainBatch
+from tessera_cli.distill.data.corpus import TrainBatch
 from tessera_cli.distill.teacher_cache.codec import Codec
 from tessera_cli.distill.teacher_cache.keys import batch_keys
 from tessera_cli.distill.teacher_cache.layout import CacheDirectory, ShardRecord

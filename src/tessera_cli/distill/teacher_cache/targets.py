@@ -5,8 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tessera_cli.distill.losses import DistillationSums, chunked_distillation_loss
-from tessera_cli.distill.sparse_losses import sampled_distillation_loss, topk_distillation_loss
+from tessera_cli.distill.losses.dense import DistillationSums, chunked_distillation_loss
+from tessera_cli.distill.losses.sparse import sampled_distillation_loss, topk_distillation_loss
 from tessera_cli.recipe.schema import LossSection
 
 

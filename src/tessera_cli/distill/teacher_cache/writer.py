@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tessera_cli.distill.data import build_batch
+from tessera_cli.distill.data.corpus import build_batch
 from tessera_cli.distill.events import Listener, Note
-from tessera_cli.distill.student import forward_batch
+from tessera_cli.distill.students.student import forward_batch
 from tessera_cli.distill.teacher_cache.codec import Codec, Kept
 from tessera_cli.distill.teacher_cache.keys import batch_keys, batch_target_counts
 from tessera_cli.distill.teacher_cache.layout import CacheDirectory, ShardRecord

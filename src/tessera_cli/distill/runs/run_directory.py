@@ -21,7 +21,7 @@ import psutil
 from safetensors import SafetensorError
 
 from tessera_cli.distill.events import Evaluated, TrainStep
-from tessera_cli.distill.run_status import RunStatus, read_run
+from tessera_cli.distill.runs.run_status import RunStatus, read_run
 from tessera_cli.errors import RunError, UsageError
 from tessera_cli.recipe.loader import LoadedRecipe, dump_recipe, load_recipe
 from tessera_cli.recipe.schema import Recipe

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, nll_loss
 
-from tessera_cli.distill.losses import DistillationSums, divergence
+from tessera_cli.distill.losses.dense import DistillationSums, divergence
 from tessera_cli.recipe.schema import LossSection
 
 # Student logits [n, vocab], rows -> summed divergence at T, and T² times its gradient in the logits.

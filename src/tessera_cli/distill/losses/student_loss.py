@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tessera_cli.distill.data import TrainBatch
-from tessera_cli.distill.hidden_loss import HiddenStateLoss, layer_outputs
+from tessera_cli.distill.data.corpus import TrainBatch
+from tessera_cli.distill.losses.hidden import HiddenStateLoss, layer_outputs
 from tessera_cli.distill.teacher_cache.targets import Targets
 from tessera_cli.kernels.packed import PackedAttention
 from tessera_cli.models.decoder import Decoder

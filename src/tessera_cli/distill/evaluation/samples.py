@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tessera_cli.distill.data import Document
+from tessera_cli.distill.data.corpus import Document
 from tessera_cli.engine.config import EngineConfig
 from tessera_cli.engine.engine import Engine
 from tessera_cli.engine.sampling_params import SamplingParams

@@ -5,8 +5,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tessera_cli.distill.data import TrainBatch
-from tessera_cli.distill.student import forward_batch
+from tessera_cli.distill.data.corpus import TrainBatch
+from tessera_cli.distill.students.student import forward_batch
 from tessera_cli.distill.teacher_cache.reader import CacheReader
 from tessera_cli.distill.teacher_cache.targets import HiddenTargets, Targets
 from tessera_cli.models.decoder import Decoder

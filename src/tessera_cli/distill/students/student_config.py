@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tessera_cli.distill.layer_choice import check_depth, even_layers, listed_layers
+from tessera_cli.distill.students.layer_choice import check_depth, even_layers, listed_layers
 from tessera_cli.errors import ModelError, UsageError
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.source import Notify, resolve_model

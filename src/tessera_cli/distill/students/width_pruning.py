@@ -8,7 +8,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from tessera_cli.distill.activation_importance import ActivationImportance
+from tessera_cli.distill.students.activation_importance import ActivationImportance
 from tessera_cli.errors import UsageError
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.decoder import Decoder

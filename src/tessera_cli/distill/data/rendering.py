@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tessera_cli.distill.sources import DataFormat
+from tessera_cli.distill.data.sources import DataFormat
 from tessera_cli.errors import DataError
 from tessera_cli.models.tokenizer import Tokenizer
 

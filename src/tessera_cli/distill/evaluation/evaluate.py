@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tessera_cli.distill.data import Document, TrainBatch, build_batch
+from tessera_cli.distill.data.corpus import Document, TrainBatch, build_batch
+from tessera_cli.distill.data.packing import pack_rows
 from tessera_cli.distill.events import Evaluated
-from tessera_cli.distill.losses import forward_kl
-from tessera_cli.distill.packing import pack_rows
-from tessera_cli.distill.student import forward_batch
+from tessera_cli.distill.losses.dense import forward_kl
+from tessera_cli.distill.students.student import forward_batch
 from tessera_cli.models.decoder import Decoder
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tessera_cli.distill.rendering import encode_row
-from tessera_cli.distill.sources import read_rows
+from tessera_cli.distill.data.rendering import encode_row
+from tessera_cli.distill.data.sources import read_rows
 from tessera_cli.errors import DataError, ModelError
 from tessera_cli.models.tokenizer import Tokenizer
 from tessera_cli.recipe.schema import DataSource

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
+from tessera_cli.distill.evaluation.samples import Comparison, Sample
 from tessera_cli.distill.events import Evaluated, TrainStep
-from tessera_cli.distill.samples import Comparison, Sample
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.recipe.schema import Recipe
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tessera_cli.distill.data import TrainBatch
-from tessera_cli.distill.student import forward_batch
+from tessera_cli.distill.data.corpus import TrainBatch
+from tessera_cli.distill.students.student import forward_batch
 from tessera_cli.models.decoder import Decoder
 
 Record = Callable[[str, Tensor], None]

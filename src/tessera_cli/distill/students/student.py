@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tessera_cli.distill.data import TrainBatch
+from tessera_cli.distill.data.corpus import TrainBatch
 from tessera_cli.kernels.packed import PackedAttention
 from tessera_cli.models.decoder import Decoder
 

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from tessera_cli.distill.checkpoint import latest_checkpoint, save_checkpoint
-from tessera_cli.distill.data import TrainBatch, build_batch
-from tessera_cli.distill.evaluate import Evaluator
+from tessera_cli.distill.data.corpus import TrainBatch, build_batch
+from tessera_cli.distill.evaluation.evaluate import Evaluator
 from tessera_cli.distill.events import CheckpointSaved, Listener, Note, StageStarted
 from tessera_cli.distill.inputs import RunInputs
-from tessera_cli.distill.interrupt import DeferredInterrupt
-from tessera_cli.distill.run_directory import RunDirectory
-from tessera_cli.distill.trainer import Trainer
+from tessera_cli.distill.runs.run_directory import RunDirectory
+from tessera_cli.distill.training.checkpoint import latest_checkpoint, save_checkpoint
+from tessera_cli.distill.training.interrupt import DeferredInterrupt
+from tessera_cli.distill.training.trainer import Trainer
 from tessera_cli.models.decoder import Decoder
 
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tessera_cli.distill.activation_importance import activation_importance
-from tessera_cli.distill.data import TrainBatch, build_batch
+from tessera_cli.distill.data.corpus import TrainBatch, build_batch
 from tessera_cli.distill.inputs import RunInputs
-from tessera_cli.distill.layer_choice import important_layers
-from tessera_cli.distill.student import build_student, layer_importance
-from tessera_cli.distill.student_config import StudentShape
-from tessera_cli.distill.width_pruning import WidthChoice, build_narrow_student, choose_width
+from tessera_cli.distill.students.activation_importance import activation_importance
+from tessera_cli.distill.students.layer_choice import important_layers
+from tessera_cli.distill.students.student import build_student, layer_importance
+from tessera_cli.distill.students.student_config import StudentShape
+from tessera_cli.distill.students.width_pruning import WidthChoice, build_narrow_student, choose_width
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.loader import load_decoder

@@ -5,19 +5,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tessera_cli.distill.data import TrainBatch
-from tessera_cli.distill.evaluate import Evaluator, held_out_batches
+from tessera_cli.distill.data.corpus import TrainBatch
+from tessera_cli.distill.evaluation.evaluate import Evaluator, held_out_batches
 from tessera_cli.distill.events import Listener
 from tessera_cli.distill.inputs import RunInputs
-from tessera_cli.distill.run_directory import RunDirectory, write_text
-from tessera_cli.distill.student_start import StudentStart, decide_start, start_student
+from tessera_cli.distill.runs.run_directory import RunDirectory, write_text
+from tessera_cli.distill.students.student_start import StudentStart, decide_start, start_student
 from tessera_cli.distill.teacher_cache.build import open_caches
 from tessera_cli.distill.teacher_cache.keys import batch_documents
 from tessera_cli.distill.teacher_cache.layout import CacheDirectory
 from tessera_cli.distill.teacher_cache.plan import CachePlan, plan_caches
 from tessera_cli.distill.teacher_cache.teacher_parts import head_of, load_layers
-from tessera_cli.distill.teacher_side import CachedTeacher
-from tessera_cli.distill.width_pruning import read_width, width_as_json
+from tessera_cli.distill.training.teacher_side import CachedTeacher
+from tessera_cli.distill.students.width_pruning import read_width, width_as_json
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.loader import load_decoder, select_dtype
 from tessera_cli.recipe.schema import Recipe

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from tessera_cli.distill.layer_choice import hidden_pairs
+from tessera_cli.distill.students.layer_choice import hidden_pairs
 from tessera_cli.errors import UsageError
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.recipe.hidden_section import HiddenLossSection

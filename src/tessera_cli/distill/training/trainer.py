@@ -13,17 +13,17 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor
 
-from tessera_cli.distill.checkpoint import TrainerState
 from tessera_cli.distill.events import Listener, Note, TrainStep
-from tessera_cli.distill.hidden_loss import hidden_loss, layer_outputs
-from tessera_cli.distill.optimizer import adamw, learning_rate
-from tessera_cli.distill.student_loss import PackedBatch, StepSums, StudentLoss
-from tessera_cli.distill.teacher_side import CachedTeacher, OnlineTeacher, TeacherSide
+from tessera_cli.distill.losses.hidden import hidden_loss, layer_outputs
+from tessera_cli.distill.losses.student_loss import PackedBatch, StepSums, StudentLoss
+from tessera_cli.distill.training.checkpoint import TrainerState
+from tessera_cli.distill.training.optimizer import adamw, learning_rate
+from tessera_cli.distill.training.teacher_side import CachedTeacher, OnlineTeacher, TeacherSide
 from tessera_cli.errors import ModelError, RunError, UsageError
 from tessera_cli.recipe.schema import LossSection, TrainSection
 
 if TYPE_CHECKING:
-    from tessera_cli.distill.data import TrainBatch
+    from tessera_cli.distill.data.corpus import TrainBatch
     from tessera_cli.models.decoder import Decoder
 
 

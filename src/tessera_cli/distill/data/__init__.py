@@ -1,0 +1,1 @@
+"""Files of documents become packed batches."""

@@ -1,0 +1,1 @@
+"""From a batch's hidden states to a loss and its gradients."""

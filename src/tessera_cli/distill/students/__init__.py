@@ -1,0 +1,1 @@
+"""How a student gets its shape and its first weights."""

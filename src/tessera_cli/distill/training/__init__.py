@@ -1,0 +1,1 @@
+"""The optimiser steps of a run, and what survives them."""
