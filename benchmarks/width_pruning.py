@@ -16,7 +16,7 @@ from tessera_cli.distill.students.activation_importance import ActivationImporta
 from tessera_cli.distill.students.width_pruning import build_narrow_student, choose_width
 from tessera_cli.models.loader import load_decoder
 from tessera_cli.models.tokenizer import Tokenizer
-from tessera_cli.recipe.schema import DataSource
+from tessera_cli.recipe.data_section import DataSource
 
 DOCUMENTS = Path(__file__).parents[1] / "recipes" / "data" / "train.jsonl"
 CALIBRATION_TOKENS, HELD_OUT_TOKENS = 2_048, 600

@@ -11,7 +11,8 @@ from tessera_cli.distill.events import Listener
 from tessera_cli.distill.training.trainer import Trainer
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.decoder import Decoder
-from tessera_cli.recipe.schema import LossSection, TrainSection
+from tessera_cli.recipe.schema import LossSection
+from tessera_cli.recipe.train_section import TrainSection
 
 VOCAB_SIZE = 61
 

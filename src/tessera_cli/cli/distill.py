@@ -190,7 +190,7 @@ def evaluate(
     """Measure a student against its teacher on held-out documents."""
     output = Output.of(json=json)
     settings = _settings(offline)
-    from tessera_cli.distill.pipeline import evaluate_run
+    from tessera_cli.distill.evaluation.finished_run import evaluate_run
 
     figures = evaluate_run(
         run_dir,

@@ -14,8 +14,9 @@ from tessera_cli.errors import ModelError, UsageError
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.source import Notify, resolve_model
 from tessera_cli.models.tokenizer import Tokenizer
+from tessera_cli.recipe.data_section import DataSource
 from tessera_cli.recipe.loader import dump_recipe
-from tessera_cli.recipe.schema import DataSource, Recipe
+from tessera_cli.recipe.schema import Recipe
 
 
 @dataclass(frozen=True, eq=False)

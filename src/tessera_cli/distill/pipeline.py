@@ -7,30 +7,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tessera_cli.distill.evaluation.evaluate import Evaluator, held_out_batches
-from tessera_cli.distill.evaluation.report import Report, draw_curve, render_report
-from tessera_cli.distill.evaluation.samples import compare
+from tessera_cli.distill.evaluation.run_report import write_report
 from tessera_cli.distill.events import Evaluated, Event, Listener, Note, StageStarted, TrainStep
-from tessera_cli.distill.inputs import RunInputs, find_student, find_teacher, read_inputs, read_split
+from tessera_cli.distill.inputs import RunInputs, read_inputs
 from tessera_cli.distill.runs.run_directory import (
     RunDirectory,
     check_available,
     check_resumable,
-    write_bytes,
-    write_text,
     writing,
 )
-from tessera_cli.distill.runs.run_models import check_caches, prepare_models, recorded_start
-from tessera_cli.distill.runs.run_status import read_run
-from tessera_cli.distill.students.student_start import start_student
+from tessera_cli.distill.runs.run_models import check_caches, prepare_models
 from tessera_cli.distill.training.checkpoint import latest_checkpoint, load_checkpoint
 from tessera_cli.distill.training.loop import train
 from tessera_cli.distill.training.trainer import Trainer
 from tessera_cli.engine.sizing import select_device
 from tessera_cli.errors import RunError, UsageError
 from tessera_cli.models.decoder import Decoder
-from tessera_cli.models.loader import load_decoder, save_decoder, select_dtype
-from tessera_cli.recipe.loader import LoadedRecipe, load_recipe
+from tessera_cli.models.loader import save_decoder, select_dtype
+from tessera_cli.recipe.loader import LoadedRecipe
 
 
 @dataclass(frozen=True)
@@ -97,50 +91,6 @@ def run_recipe(
         return _run_stages(run, inputs, listener, device, home)
 
 
-def evaluate_run(
-    run_dir: Path, *, limit: int | None, listener: Listener, device: str, home: Path, offline: bool
-) -> dict[str, dict[str, Any]]:
-    """Measure the untrained ("start") and the exported student ("student") on held-out documents.
-
-    `limit` is the number of supervised tokens to look at, the recipe's `eval.max_tokens` if None.
-
-    Raises:
-        UsageError: the run has no student yet, or its teacher or held-out documents changed.
-    """
-    status = read_run(run_dir)
-    if status.export is None or status.layers is None:
-        raise UsageError(f"{run_dir} has no exported student", hint="finish the run with --resume")
-    if limit is not None and limit < 1:
-        raise UsageError(f"limit is {limit}", hint="evaluate at least 1 token")
-    recipe = load_recipe(run_dir / "recipe.yaml").recipe
-    device = select_device(device)
-    listener(StageStarted("evaluate"))
-    source = find_teacher(recipe, home=home, offline=offline)
-    held_out = read_split(recipe, recipe.data.eval, source.tokenizer)
-    shape = find_student(recipe, source, home=home, offline=offline)
-    now = {**shape.fingerprints(), "teacher": source.fingerprint(), "data.eval": held_out.fingerprint()}
-    changed = [name for name, value in now.items() if status.fingerprints[name] != value]
-    if changed:
-        raise UsageError(
-            f"{run_dir}: changed since the run: {', '.join(changed)}", hint="restore what changed"
-        )
-    dtype = select_dtype(recipe.teacher.dtype, source.config.dtype, device)
-    teacher = load_decoder(source.path, dtype=dtype, device=device)
-    batches = held_out_batches(
-        held_out.documents,
-        max_targets=limit or recipe.eval.max_tokens,
-        max_seq_len=recipe.data.max_seq_len,
-        rows_per_batch=recipe.train.micro_batch_size,
-    )
-    evaluator = Evaluator(teacher, batches, chunk_tokens=recipe.train.loss_chunk_tokens)
-    untrained = start_student(
-        teacher, shape, recorded_start(run_dir, status.layers, recipe), seed=recipe.seed
-    )
-    start = evaluator.evaluate(untrained, step=0)
-    student = load_decoder(status.export, dtype=select_dtype("float32", "float32", device), device=device)
-    return {"start": asdict(start), "student": asdict(evaluator.evaluate(student, step=status.step))}
-
-
 def _run_stages(
     run: RunDirectory, inputs: RunInputs, listener: Listener, device: str, home: Path
 ) -> RunResult:
@@ -168,7 +118,7 @@ def _run_stages(
     listener(StageStarted("export"))
     _export(run, student, inputs)
     listener(StageStarted("report"))
-    _report(run, inputs, models.load_teacher(), device)
+    write_report(run, inputs, models.load_teacher(), device)
     start, *_, end = (*run.metrics()[1],)
     run.update(status="finished")
     return RunResult(
@@ -208,31 +158,6 @@ def _export(run: RunDirectory, student: Decoder, inputs: RunInputs) -> None:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     run.update(export=run.export)
-
-
-def _report(run: RunDirectory, inputs: RunInputs, teacher: Decoder, device: str) -> None:
-    # From disk and in the teacher's dtype: what the user will serve, at the same terms as the teacher.
-    student = load_decoder(run.export, dtype=teacher.head_weight.dtype, device=device)
-    comparison = compare(
-        teacher,
-        student,
-        inputs.teacher.tokenizer,
-        inputs.eval.documents,
-        num_samples=inputs.recipe.eval.samples,
-    )
-    steps, evaluations = run.metrics()
-    report = Report(
-        recipe=inputs.recipe,
-        teacher=inputs.teacher.config,
-        student=student.config,
-        layers=run.status.layers or (),
-        train_steps=steps,
-        evaluations=evaluations,
-        comparison=comparison,
-        notes=inputs.notes,
-    )
-    write_bytes(run.path / "curve.png", draw_curve(steps, evaluations))
-    write_text(run.path / "report.md", render_report(report))
 
 
 @contextmanager

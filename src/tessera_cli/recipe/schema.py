@@ -1,24 +1,26 @@
 """What a recipe may say: strict, frozen models; every key, its type, its bounds and its default."""
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, StrictBool, field_validator, model_validator
+from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from tessera_cli.recipe.cache_section import TeacherCacheSection
+from tessera_cli.recipe.data_section import DataSection
+from tessera_cli.recipe.eval_section import EvalSection, ExportSection
 from tessera_cli.recipe.hidden_section import HiddenLossSection
 from tessera_cli.recipe.section import (
     NonNegativeFloat,
     NonNegativeInt,
     Number,
     PositiveFloat,
-    PositiveInt,
     Section,
     Text,
     problem,
 )
 from tessera_cli.recipe.student_section import StudentSection
+from tessera_cli.recipe.train_section import CheckpointSection, TrainSection
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -38,30 +40,6 @@ class TeacherSection(Section):
     """The type its weights are computed in; auto is the stored one where the device is quick at it."""
     cache: TeacherCacheSection = TeacherCacheSection()
     """What is kept of the teacher between runs."""
-
-
-class DataSource(Section):
-    """One file of documents."""
-
-    path: Text
-    """The file; relative to the recipe, or to the working directory when given on the command line."""
-    format: Literal["text", "messages", "prompt_completion"]
-    """What a document looks like."""
-
-
-class DataSection(Section):
-    """The documents to train on and the held-out ones to measure on."""
-
-    train: Annotated[list[DataSource], Field(min_length=1)]
-    """Files to train on."""
-    eval: Annotated[list[DataSource], Field(min_length=1)]
-    """Held-out files."""
-    max_seq_len: Annotated[int, Field(ge=2), Number] = 1024
-    """Tokens in a row; a longer document is skipped and counted."""
-    packing: StrictBool = True
-    """Whether a row holds as many whole documents as fit, or one."""
-    train_on: Literal["completion", "all"] = "completion"
-    """Which tokens carry the loss: those of the answers, or all."""
 
 
 class LossSection(Section):
@@ -96,71 +74,6 @@ class LossSection(Section):
         if value == 0 and info.data.get("kd_weight") == 0:
             raise problem("`kd_weight` and `ce_weight` are both 0, nothing would be learnt")
         return value
-
-
-class TrainSection(Section):
-    """How the student is optimised, by AdamW."""
-
-    max_tokens: PositiveInt | None = None
-    """Stop after this many tokens through the student. Exactly one of the three lengths is set."""
-    max_steps: PositiveInt | None = None
-    """Stop after this many optimiser steps."""
-    num_epochs: PositiveInt | None = None
-    """Stop after this many passes over the training files."""
-    micro_batch_size: PositiveInt = 4
-    """Rows in one forward and backward pass."""
-    gradient_accumulation_steps: PositiveInt = 1
-    """Micro-batches in an optimiser step."""
-    learning_rate: PositiveFloat = 3e-4
-    """The peak, after warm-up."""
-    lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
-    """The shape after warm-up; cosine and linear fall to zero."""
-    warmup_ratio: Annotated[float, Field(ge=0, lt=1), Number] = 0.03
-    """The share of the steps in which the learning rate rises from zero."""
-    weight_decay: NonNegativeFloat = 0.1
-    """AdamW's, on matrices only."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this norm."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """The type of the student's arithmetic; its master weights are float32."""
-    loss_chunk_tokens: PositiveInt = 256
-    """Supervised tokens whose logits are in memory at once."""
-
-    @model_validator(mode="after")
-    def _one_length(self) -> Self:
-        lengths = ("max_tokens", "max_steps", "num_epochs")
-        given = [name for name in lengths if getattr(self, name) is not None]
-        if len(given) != 1:
-            found = f"got {' and '.join(given)}; set the others to null" if given else "got none"
-            raise problem(f"expected exactly one of {', '.join(lengths)}, {found}")
-        return self
-
-
-class EvalSection(Section):
-    """How the student is measured while it trains."""
-
-    every: PositiveInt = 100
-    """Steps between evaluations."""
-    max_tokens: PositiveInt = 65536
-    """Supervised held-out tokens in an evaluation, at most; whole documents, at least one."""
-    samples: NonNegativeInt = 3
-    """Held-out prompts that the student continues for the report."""
-
-
-class CheckpointSection(Section):
-    """What is kept to resume from."""
-
-    every: PositiveInt = 200
-    """Steps between checkpoints."""
-    keep: PositiveInt = 2
-    """How many of the latest are kept."""
-
-
-class ExportSection(Section):
-    """How the finished student is written."""
-
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """The type of the stored weights; auto is the teacher's."""
 
 
 class Recipe(Section):

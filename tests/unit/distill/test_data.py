@@ -12,7 +12,7 @@ from tessera_cli.distill.data.corpus import Corpus, Document, build_batch, load_
 from tessera_cli.distill.data.sources import read_rows
 from tessera_cli.errors import DataError, ModelError
 from tessera_cli.models.tokenizer import Tokenizer
-from tessera_cli.recipe.schema import DataSource
+from tessera_cli.recipe.data_section import DataSource
 
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
 ANSWER = {"role": "assistant", "content": "The capital of France is Paris."}

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tessera_cli.distill.data.packing import StepPlan, epoch_order, pack_rows
-from tessera_cli.recipe.schema import DataSection, TrainSection
+from tessera_cli.recipe.data_section import DataSection
+from tessera_cli.recipe.train_section import TrainSection
 
 SOURCE = {"path": "a.jsonl", "format": "text"}
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tessera_cli.distill.evaluation.finished_run import evaluate_run
 from tessera_cli.distill.events import CheckpointSaved, Evaluated, Note, StageStarted, TrainStep
-from tessera_cli.distill.pipeline import evaluate_run, run_recipe
+from tessera_cli.distill.pipeline import run_recipe
 from tessera_cli.distill.runs import run_directory, run_models
 from tessera_cli.distill.runs.run_status import latest_unfinished, list_runs, read_run
 from tessera_cli.errors import RunError, UsageError

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from tessera_cli.distill.data.corpus import build_batch
+from tessera_cli.distill.evaluation.finished_run import evaluate_run
 from tessera_cli.distill.events import TrainStep
-from tessera_cli.distill.pipeline import evaluate_run, run_recipe
+from tessera_cli.distill.pipeline import run_recipe
 from tessera_cli.distill.runs import run_models
 from tessera_cli.distill.students.student import build_student, forward_batch
 from tessera_cli.distill.students.student_start import random_decoder

@@ -13,7 +13,7 @@ from tessera_cli.distill.training.optimizer import learning_rate
 from tessera_cli.errors import ModelError, RunError, UsageError
 from tessera_cli.kernels.packed import PackedAttention
 from tessera_cli.models.decoder import Decoder
-from tessera_cli.recipe.schema import TrainSection
+from tessera_cli.recipe.train_section import TrainSection
 from tests.training_factories import (
     assert_same_bits,
     copy_weights,

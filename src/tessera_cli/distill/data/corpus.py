@@ -17,7 +17,7 @@ from tessera_cli.distill.data.rendering import encode_row
 from tessera_cli.distill.data.sources import read_rows
 from tessera_cli.errors import DataError, ModelError
 from tessera_cli.models.tokenizer import Tokenizer
-from tessera_cli.recipe.schema import DataSource
+from tessera_cli.recipe.data_section import DataSource
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,8 @@ from itertools import count, islice
 
 import numpy as np
 
-from tessera_cli.recipe.schema import DataSection, TrainSection
+from tessera_cli.recipe.data_section import DataSection
+from tessera_cli.recipe.train_section import TrainSection
 
 Row = tuple[int, ...]
 MicroBatch = tuple[Row, ...]

@@ -11,7 +11,8 @@ from tessera_cli.distill.losses.hidden import HiddenStateLoss, layer_outputs
 from tessera_cli.distill.teacher_cache.targets import Targets
 from tessera_cli.kernels.packed import PackedAttention
 from tessera_cli.models.decoder import Decoder
-from tessera_cli.recipe.schema import LossSection, TrainSection
+from tessera_cli.recipe.schema import LossSection
+from tessera_cli.recipe.train_section import TrainSection
 
 
 class StepSums(NamedTuple):

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from tessera_cli.recipe.schema import TrainSection
+from tessera_cli.recipe.train_section import TrainSection
 
 BETAS = (0.9, 0.95)
 EPS = 1e-8

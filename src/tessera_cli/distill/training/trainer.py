@@ -20,7 +20,8 @@ from tessera_cli.distill.training.checkpoint import TrainerState
 from tessera_cli.distill.training.optimizer import adamw, learning_rate
 from tessera_cli.distill.training.teacher_side import CachedTeacher, OnlineTeacher, TeacherSide
 from tessera_cli.errors import ModelError, RunError, UsageError
-from tessera_cli.recipe.schema import LossSection, TrainSection
+from tessera_cli.recipe.schema import LossSection
+from tessera_cli.recipe.train_section import TrainSection
 
 if TYPE_CHECKING:
     from tessera_cli.distill.data.corpus import TrainBatch
