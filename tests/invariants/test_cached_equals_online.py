@@ -87,7 +87,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         return plain(path, **kwargs)
 
     monkeypatch.setattr(run_models, "load_decoder", load_decoder)
-    monkeypatch.setattr(pipeline, "_report", lambda *arguments: None)
+    monkeypatch.setattr(pipeline, "write_report", lambda *arguments: None)
     return models
 
 

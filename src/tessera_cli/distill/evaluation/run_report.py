@@ -13,6 +13,7 @@ from tessera_cli.models.loader import load_decoder
 
 
 def write_report(run: RunDirectory, inputs: RunInputs, teacher: Decoder, device: str) -> None:
+    """Answer held-out prompts with both models, then write report.md and curve.png."""
     # From disk and in the teacher's dtype: what the user will serve, at the same terms as the teacher.
     student = load_decoder(run.export, dtype=teacher.head_weight.dtype, device=device)
     comparison = compare(
