@@ -1,46 +1,17 @@
 """Linear layers with int8 weights, a scale for each output, and int16 activations, a scale for each token."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from tessera_cli.int8_weight import Int8Weight
 from tessera_cli.kernels.cpu_library import CpuLibrary
 
-_INT8_MAX = 127
 _PANEL = 16  # outputs side by side in the packed form
-
-
-@dataclass(frozen=True, eq=False)
-class Int8Weight:
-    """A weight [outputs, inputs] in int8.
-
-    Attributes:
-        values: int8 [outputs, inputs]; element times scale is the weight.
-        scales: float32 [outputs].
-    """
-
-    values: Tensor
-    scales: Tensor
-
-    @classmethod
-    def quantise(cls, weight: Tensor) -> "Int8Weight":
-        """Symmetric, to the nearest: an output's largest magnitude becomes 127.
-
-        Raises:
-            ValueError: a weight is not finite.
-        """
-        weight = weight.detach().float()
-        if not bool(weight.isfinite().all()):
-            raise ValueError("a weight that is not finite has no int8 form")
-        scales = weight.abs().amax(dim=1) / _INT8_MAX
-        steps = (weight / scales[:, None]).nan_to_num(0.0).round()  # 0 / 0 of a row of zeros
-        return cls(steps.to(torch.int8), scales)
 
 
 def plain_int8_linear(x: Tensor, weight: Int8Weight) -> Tensor:
     """`x` [num_tokens, inputs] float32 -> [num_tokens, outputs]: what `Int8Linear` approximates."""
-    return x @ (weight.values * weight.scales[:, None]).T
+    return x @ weight.dequantise().T
 
 
 class Int8Linear:
