@@ -22,6 +22,7 @@ from tessera_cli.kernels.cpu_library import CpuLibrary, load_library
 from tessera_cli.kernels.cpu_operators import CpuOperators
 from tessera_cli.kernels.int8_linear import Int8Linear, Int8Weight
 from tessera_cli.kernels.reference import ReferenceAttention
+from tessera_cli.models.layers import RMSNorm
 from tessera_cli.models.operators import TorchOperators
 
 _LAYER = AttentionLayer(
@@ -168,7 +169,8 @@ def operators(seconds: float, library: CpuLibrary) -> None:
 
 
 def _operator_pairs(compiled: CpuOperators, tokens: int) -> Sequence[tuple[str, Run, Run]]:
-    residual, weight = torch.randn(tokens, _HIDDEN), torch.randn(_HIDDEN)
+    residual = torch.randn(tokens, _HIDDEN)
+    norm = RMSNorm(_HIDDEN, 1e-5, dtype=torch.float32, device="cpu").requires_grad_(False)
     zero = torch.zeros_like(residual)  # added again and again, it leaves the residual as it is
     gate_up, packed = torch.randn(tokens, 2 * _INNER), torch.randn(tokens, 15, 64)
     table = torch.ones(tokens, 1, 64), torch.zeros(tokens, 1, 64)
@@ -176,8 +178,8 @@ def _operator_pairs(compiled: CpuOperators, tokens: int) -> Sequence[tuple[str, 
     return (
         (
             "add and norm",
-            lambda _: compiled.add_rms_norm(zero, residual, weight, 1e-5),
-            lambda _: plain.add_rms_norm(zero, residual, weight, 1e-5),
+            lambda _: compiled.add_rms_norm(zero, residual, norm),
+            lambda _: plain.add_rms_norm(zero, residual, norm),
         ),
         (
             "rotate",

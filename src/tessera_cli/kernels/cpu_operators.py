@@ -1,11 +1,20 @@
 """The elementwise steps of a decoder layer, compiled; `models.operators.TorchOperators` defines them."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from tessera_cli.kernels.cpu_library import KINDS, CpuLibrary
 
 WIDTH_MULTIPLE = 8
+
+
+class Norm(Protocol):
+    """An RMS norm's parameters."""
+
+    eps: float
+    weight: torch.nn.Parameter
 
 
 class CpuOperators:
@@ -18,33 +27,33 @@ class CpuOperators:
     def __init__(self, library: CpuLibrary) -> None:
         self._functions = library.functions
 
-    def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """The norm of each row.
+
+        Args:
+            x: [num_tokens, width], contiguous; left as it is.
+            norm: its weight is [width].
+
+        Raises:
+            ValueError: shapes, dtypes or strides do not fit.
+        """
+        out = torch.empty_like(x)
+        self._norm(x, None, norm, out)
+        return out
+
+    def add_rms_norm(self, x: Tensor, update: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """The sum, which is written over `update`, and its norm.
 
         Args:
             x: [num_tokens, width], contiguous.
             update: like `x`.
-            weight: [width].
-            eps: added to the mean square.
+            norm: its weight is [width].
 
         Raises:
             ValueError: shapes, dtypes or strides do not fit.
         """
-        num_tokens, width = x.shape
-        _check(update.shape == x.shape and weight.shape == (width,), x, update, weight)
-        _check(width % WIDTH_MULTIPLE == 0 and _contiguous(x, update, weight), x, update, weight)
         out = torch.empty_like(x)
-        self._functions.tessera_add_rms_norm(
-            update.data_ptr(),
-            x.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
-            num_tokens,
-            width,
-            eps,
-            KINDS[x.dtype],
-            torch.get_num_threads(),
-        )
+        self._norm(update, x, norm, out)
         return update, out
 
     def rotate(self, qk: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
@@ -96,6 +105,25 @@ class CpuOperators:
             torch.get_num_threads(),
         )
         return out
+
+    def _norm(self, residual: Tensor, x: Tensor | None, norm: Norm, out: Tensor) -> None:
+        """Add `x`, if given, to `residual` in place, and write the norm of that to `out`."""
+        num_tokens, width = residual.shape
+        weight = norm.weight
+        tensors = (residual, weight) if x is None else (residual, x, weight)
+        fits = weight.shape == (width,) and (x is None or x.shape == residual.shape)
+        _check(fits and width % WIDTH_MULTIPLE == 0 and _contiguous(*tensors), *tensors)
+        self._functions.tessera_add_rms_norm(
+            residual.data_ptr(),
+            None if x is None else x.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            num_tokens,
+            width,
+            norm.eps,
+            KINDS[residual.dtype],
+            torch.get_num_threads(),
+        )
 
 
 def _contiguous(*tensors: Tensor) -> bool:

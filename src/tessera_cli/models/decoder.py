@@ -68,7 +68,7 @@ class Decoder(nn.Module):
             x = x * self.config.embedding_multiplier
         for index, layer in enumerate(self.layers):
             x = layer(index, x, table, attend, operators)
-        x = self.norm(x)
+        x = operators.rms_norm(x, self.norm)
         return x if self.config.logits_divisor == 1.0 else x / self.config.logits_divisor
 
     def logits(self, hidden: Tensor) -> Tensor:

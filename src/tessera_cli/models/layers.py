@@ -66,9 +66,10 @@ class DecoderLayer(nn.Module):
             attended = self._attention(index, x, table, attend, operators)
             x = add(x, self._scaled(self.post_attention_layernorm(attended)))
             return add(x, self._scaled(self.post_feedforward_layernorm(self._mlp(x, operators))))
-        attended = self._attention(index, self.input_layernorm(x), table, attend, operators)
-        norm = self.post_attention_layernorm
-        x, normed = operators.add_rms_norm(x, self._scaled(attended), norm.weight, norm.eps)
+        attended = self._attention(
+            index, operators.rms_norm(x, self.input_layernorm), table, attend, operators
+        )
+        x, normed = operators.add_rms_norm(x, self._scaled(attended), self.post_attention_layernorm)
         return add(x, self._scaled(self._mlp(normed, operators)))
 
     def _attention(

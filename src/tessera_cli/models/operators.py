@@ -3,16 +3,29 @@
 from typing import Protocol
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tessera_cli.models.rope import RotaryTable, rotate
+
+
+class Norm(Protocol):
+    """An RMS norm, which is a module that may be called."""
+
+    eps: float
+    weight: nn.Parameter
+
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class Operators(Protocol):
     """What lies between a layer's products. Arguments may be overwritten, but for `x`, weights and tables."""
 
-    def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The sum of `x` and `update` `[num_tokens, width]`, and its RMS norm times `weight` `[width]`."""
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """`norm` of `x` `[num_tokens, width]`."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, update: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """The sum of `x` and `update` `[num_tokens, width]`, and `norm` of it."""
         ...
 
     def rotate(self, qk: Tensor, table: RotaryTable) -> Tensor:
@@ -27,10 +40,14 @@ class Operators(Protocol):
 class TorchOperators:
     """Plain torch, on any device and with gradients; what every other one is held to."""
 
-    def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """See `Operators`. The module itself is called, for those who watch it."""
+        return norm(x)
+
+    def add_rms_norm(self, x: Tensor, update: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """See `Operators`."""
         total = add(x, update)
-        return total, F.rms_norm(total, weight.shape, weight, eps)
+        return total, norm(total)
 
     def rotate(self, qk: Tensor, table: RotaryTable) -> Tensor:
         """See `Operators`."""

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tessera_cli.kernels.cpu_library import CpuLibrary, load_library
 from tessera_cli.kernels.cpu_operators import CpuOperators
+from tessera_cli.models.layers import RMSNorm
 from tessera_cli.models.operators import TorchOperators
 
 _LIBRARY = load_library()
@@ -28,12 +29,23 @@ def operators() -> CpuOperators:
 def test_add_rms_norm_equals_torch(
     operators: CpuOperators, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    x, update, weight = _randn(dtype, *shape), _randn(dtype, *shape) * 3, _randn(dtype, shape[1])
+    x, update, norm = _randn(dtype, *shape), _randn(dtype, *shape) * 3, _norm(dtype, shape[1])
     before = x.clone()
-    expected_sum, expected = TorchOperators().add_rms_norm(x, update.clone(), weight, 1e-5)
-    total, normed = operators.add_rms_norm(x, update, weight, 1e-5)
+    expected_sum, expected = TorchOperators().add_rms_norm(x, update.clone(), norm)
+    total, normed = operators.add_rms_norm(x, update, norm)
     _assert_close(normed, expected)
     assert torch.equal(total, expected_sum)
+    assert torch.equal(x, before)
+
+
+@_dtypes
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_rms_norm_equals_torch_and_leaves_its_input(
+    operators: CpuOperators, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    x, norm = _randn(dtype, *shape) * 5, _norm(dtype, shape[1])
+    before = x.clone()
+    _assert_close(operators.rms_norm(x, norm), TorchOperators().rms_norm(x, norm))
     assert torch.equal(x, before)
 
 
@@ -69,20 +81,21 @@ def test_what_is_not_finite_stays_so(operators: CpuOperators) -> None:
     gate_up = torch.ones(2, 16)
     gate_up[1, 3] = torch.nan
     assert operators.silu_and_mul(gate_up).isnan().nonzero().tolist() == [[1, 3]]
-    _, normed = operators.add_rms_norm(gate_up, torch.ones(2, 16), torch.ones(16), 1e-5)
+    _, normed = operators.add_rms_norm(gate_up, torch.ones(2, 16), _norm(torch.float32, 16))
     assert normed.isnan().all(dim=1).tolist() == [False, True]
 
 
 def test_refuses_what_it_has_no_code_for(operators: CpuOperators) -> None:
-    x, weight = torch.ones(4, 16), torch.ones(16)
+    x, norm = torch.ones(4, 16), _norm(torch.float32, 16)
     table = torch.ones(4, 1, 8)
     for call in (
         lambda: operators.silu_and_mul(torch.ones(4, 8)),
         lambda: operators.silu_and_mul(x.double()),
         lambda: operators.silu_and_mul(x.T),
-        lambda: operators.add_rms_norm(x, x.half(), weight, 1e-5),
-        lambda: operators.add_rms_norm(x, x[:2].clone(), weight, 1e-5),
-        lambda: operators.add_rms_norm(x, x.clone(), weight[:8], 1e-5),
+        lambda: operators.add_rms_norm(x, x.half(), norm),
+        lambda: operators.add_rms_norm(x, x[:2].clone(), norm),
+        lambda: operators.add_rms_norm(x, x.clone(), _norm(torch.float32, 8)),
+        lambda: operators.rms_norm(x.T, norm),
         lambda: operators.rotate(x.view(4, 2, 8), (table[:3], table[:3])),
         lambda: operators.rotate(x.view(4, 2, 8).transpose(0, 1), (table, table)),
         lambda: operators.rotate(x.view(4, 2, 8), (table.half(), table.half())),
@@ -93,6 +106,12 @@ def test_refuses_what_it_has_no_code_for(operators: CpuOperators) -> None:
 
 def _randn(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def _norm(dtype: torch.dtype, size: int) -> RMSNorm:
+    norm = RMSNorm(size, 1e-5, dtype=dtype, device="cpu").requires_grad_(False)
+    norm.weight.copy_(_randn(dtype, size))
+    return norm
 
 
 def _assert_close(actual: Tensor, expected: Tensor) -> None:
