@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tessera_cli.distill.losses.dense import DistillationSums, chunked_distillation_loss
+from tessera_cli.distill.losses.chunked import DistillationSums
+from tessera_cli.distill.losses.dense import chunked_distillation_loss
 from tessera_cli.distill.losses.sparse import sampled_distillation_loss, topk_distillation_loss
 from tessera_cli.recipe.schema import LossSection
 

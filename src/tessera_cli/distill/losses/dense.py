@@ -7,13 +7,12 @@ is computed from float32 log-probabilities and nothing is clamped: a negative va
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear, nll_loss
+from torch.nn.functional import nll_loss
 
+from tessera_cli.distill.losses.chunked import DistillationSums, chunked_loss
 from tessera_cli.recipe.schema import LossSection
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
@@ -79,18 +78,6 @@ def _log_mixture(teacher: Tensor, student: Tensor, weight: float) -> Tensor:
     return mixture.masked_fill(absent, -math.inf)
 
 
-class DistillationSums(NamedTuple):
-    """Sums over supervised tokens, float32 scalars; divide by the token count of the whole step.
-
-    `loss` = kd_weight · T² · `kd` + ce_weight · `ce` carries the gradient. `kd` is the divergence at T
-    without the factor T², `ce` the cross-entropy at T = 1 (0 where its weight is 0: it is not computed then).
-    """
-
-    loss: Tensor
-    kd: Tensor
-    ce: Tensor
-
-
 def chunked_distillation_loss(
     student_hidden: Tensor,
     student_head: Tensor,
@@ -127,64 +114,24 @@ def chunked_distillation_loss(
         raise ValueError("student, teacher and targets must cover the same positions")
     if student_head.shape[0] != teacher_head.shape[0]:
         raise ValueError(f"vocabularies differ: {student_head.shape[0]} and {teacher_head.shape[0]}")
-    chunk_loss = _closed_form_forward_kl if loss.kind == "forward_kl" else _by_autograd
-    hidden, head = student_hidden.float(), student_head.float()
-    with torch.autocast(hidden.device.type, enabled=False):
-        return DistillationSums(
-            *_ChunkedLoss.apply(
-                hidden,
-                head,
-                teacher_hidden.float(),
-                teacher_head.float(),
-                target_ids,
-                partial(chunk_loss, loss=loss),
-                chunk_tokens,
-                student_soft_cap,
-                teacher_soft_cap,
-            )
-        )
+    teacher_hidden, teacher_head = teacher_hidden.float(), teacher_head.float()
+    in_closed_form = loss.kind == "forward_kl"
+    of_logits = _closed_form_forward_kl if in_closed_form else _by_autograd
+    num_rows = min(chunk_tokens, len(target_ids))
+    shape = num_rows, len(teacher_head)
+    buffers = [teacher_head.new_empty(shape) for _ in range(3 if in_closed_form else 1)]
 
+    def chunk_loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        first, *spare = (buffer[: len(logits)] for buffer in buffers)
+        teacher_logits = torch.mm(teacher_hidden[rows], teacher_head.t(), out=first)
+        slope = None if student_soft_cap is None else _soft_cap(logits, student_soft_cap)
+        if teacher_soft_cap is not None:
+            _soft_cap(teacher_logits, teacher_soft_cap)
+        *terms, logits_grad = of_logits(logits, teacher_logits, target_ids[rows], *spare, loss=loss)
+        total, kd, ce = terms
+        return total, kd, ce, logits_grad if slope is None else logits_grad.mul_(slope)
 
-class _ChunkedLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head: Tensor,
-        teacher_hidden: Tensor,
-        teacher_head: Tensor,
-        target_ids: Tensor,
-        chunk_loss: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]],
-        chunk_tokens: int,
-        student_soft_cap: float | None,
-        teacher_soft_cap: float | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        sums = torch.zeros(3, device=hidden.device)
-        hidden_grad, head_grad = torch.zeros_like(hidden), torch.zeros_like(head)
-        for start in range(0, hidden.shape[0], chunk_tokens):
-            chunk = slice(start, start + chunk_tokens)
-            logits = linear(hidden[chunk], head)
-            teacher_logits = linear(teacher_hidden[chunk], teacher_head)
-            slope = None if student_soft_cap is None else _soft_cap(logits, student_soft_cap)
-            if teacher_soft_cap is not None:
-                _soft_cap(teacher_logits, teacher_soft_cap)
-            *terms, logits_grad = chunk_loss(logits, teacher_logits, target_ids[chunk])
-            if slope is not None:
-                logits_grad.mul_(slope)
-            sums += torch.stack(terms)
-            torch.mm(logits_grad, head, out=hidden_grad[chunk])
-            head_grad.addmm_(logits_grad.t(), hidden[chunk])
-        ctx.save_for_backward(hidden_grad, head_grad)
-        total, kd, ce = sums.unbind()
-        ctx.mark_non_differentiable(kd, ce)
-        return total, kd, ce
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_grad, head_grad = ctx.saved_tensors
-        # In place: the head's gradient is as large as the head, and nobody needs it unscaled.
-        return hidden_grad.mul_(grad_output), head_grad.mul_(grad_output), *[None] * 7
+    return chunked_loss(student_hidden, student_head, chunk_loss, chunk_tokens=chunk_tokens)
 
 
 def _soft_cap(products: Tensor, cap: float) -> Tensor:
@@ -196,7 +143,7 @@ def _soft_cap(products: Tensor, cap: float) -> Tensor:
 
 
 def _by_autograd(
-    logits: Tensor, teacher_logits: Tensor, target_ids: Tensor, *, loss: LossSection
+    logits: Tensor, teacher_logits: Tensor, target_ids: Tensor, *_: Tensor, loss: LossSection
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Summed loss, divergence, cross-entropy and the gradient of the first in `logits` [n, vocab]."""
     temperature = loss.temperature
@@ -211,28 +158,37 @@ def _by_autograd(
 
 
 def _closed_form_forward_kl(
-    logits: Tensor, teacher_logits: Tensor, target_ids: Tensor, *, loss: LossSection
+    logits: Tensor,
+    teacher_logits: Tensor,
+    target_ids: Tensor,
+    teacher: Tensor,
+    student: Tensor,
+    *,
+    loss: LossSection,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `_by_autograd` gives, from ∂ T² KL(p ‖ q) / ∂ logits = T (q − p), in few passes and buffers.
+    """What `_by_autograd` gives, from ∂ T² KL(p ‖ q) / ∂ logits = T (q − p), in few passes.
 
-    Both logits are finite here, so no term of the sum can be 0 · inf. Overwrites `teacher_logits`.
+    Both logits are finite here, so no term of the sum can be 0 · inf. Works in the logits of both and in two
+    buffers like them, `teacher` and `student`.
     """
     temperature = loss.temperature
+    ce = logits.new_zeros(())
+    if loss.ce_weight:
+        plain = torch.log_softmax(logits, -1)
+        ce = _cross_entropy(plain, target_ids)
+        ce_grad = plain.exp_()
+        ce_grad[torch.arange(len(target_ids), device=logits.device), target_ids] -= 1
     if temperature != 1:
         teacher_logits.div_(temperature)
-    teacher = torch.log_softmax(teacher_logits, -1)
-    student = torch.log_softmax(logits / temperature if temperature != 1 else logits, -1)
+        logits.div_(temperature)
+    torch.log_softmax(teacher_logits, -1, out=teacher)
+    torch.log_softmax(logits, -1, out=student)
     p = torch.exp(teacher, out=teacher_logits)
-    kd = torch.linalg.vecdot(p, teacher.sub_(student)).sum()
-    total = loss.kd_weight * temperature**2 * kd
-    ce = kd.new_zeros(())
-    if loss.ce_weight:
-        plain = student if temperature == 1 else torch.log_softmax(logits, -1)
-        ce = _cross_entropy(plain, target_ids)
-        ce_grad = torch.exp(plain, out=logits)
-        ce_grad[torch.arange(len(target_ids), device=logits.device), target_ids] -= 1
-        total = total + loss.ce_weight * ce
-    grad = student.exp_().sub_(p).mul_(loss.kd_weight * temperature)
+    kd = torch.mul(p, teacher.sub_(student), out=logits).sum()
+    total = loss.kd_weight * temperature**2 * kd + loss.ce_weight * ce
+    grad = torch.sub(torch.exp(student, out=student), p, out=logits)
+    if loss.kd_weight * temperature != 1:
+        grad.mul_(loss.kd_weight * temperature)
     if loss.ce_weight:
         grad.add_(ce_grad, alpha=loss.ce_weight)
     return total, kd, ce, grad

@@ -6,15 +6,13 @@ logits are always whole.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear, nll_loss
+from torch.nn.functional import nll_loss
 
-from tessera_cli.distill.losses.dense import DistillationSums, divergence
+from tessera_cli.distill.losses.chunked import DistillationSums, chunked_loss
+from tessera_cli.distill.losses.dense import divergence
 from tessera_cli.recipe.schema import LossSection
 
 # Student logits [n, vocab], rows -> summed divergence at T, and T² times its gradient in the logits.
@@ -134,55 +132,19 @@ def _chunked(
 ) -> DistillationSums:
     if not len(hidden) == len(target_ids) == num_rows:
         raise ValueError("student, teacher and targets must cover the same positions")
-    chunk_loss = partial(_weighted, kd_of_chunk=kd_of_chunk, loss=loss)
-    with torch.autocast(hidden.device.type, enabled=False):
-        sums = _SparseLoss.apply(hidden.float(), head.float(), target_ids, chunk_loss, chunk_tokens)
-    return DistillationSums(*sums)
 
+    def chunk_loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        kd, grad = kd_of_chunk(logits, rows)
+        total, ce = loss.kd_weight * loss.temperature**2 * kd, kd.new_zeros(())
+        if loss.kd_weight != 1:
+            grad.mul_(loss.kd_weight)
+        if loss.ce_weight:
+            targets = target_ids[rows]
+            plain = torch.log_softmax(logits, -1)
+            ce = nll_loss(plain, targets, reduction="sum")
+            total = total + loss.ce_weight * ce
+            plain.exp_()[torch.arange(len(targets), device=logits.device), targets] -= 1
+            grad.add_(plain, alpha=loss.ce_weight)
+        return total, kd, ce, grad
 
-def _weighted(
-    logits: Tensor, rows: slice, target_ids: Tensor, *, kd_of_chunk: _KdOfChunk, loss: LossSection
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Summed loss, divergence, cross-entropy and the gradient of the first in `logits` [n, vocab]."""
-    kd, grad = kd_of_chunk(logits, rows)
-    total, ce = loss.kd_weight * loss.temperature**2 * kd, kd.new_zeros(())
-    grad.mul_(loss.kd_weight)
-    if loss.ce_weight:
-        plain = torch.log_softmax(logits, -1)
-        ce = nll_loss(plain, target_ids, reduction="sum")
-        total = total + loss.ce_weight * ce
-        plain.exp_()[torch.arange(len(target_ids), device=logits.device), target_ids] -= 1
-        grad.add_(plain, alpha=loss.ce_weight)
-    return total, kd, ce, grad
-
-
-class _SparseLoss(torch.autograd.Function):
-    """The gradients of hidden states and head beside the loss, so that the backward pass only scales them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head: Tensor,
-        target_ids: Tensor,
-        chunk_loss: Callable[[Tensor, slice, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]],
-        chunk_tokens: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        sums = torch.zeros(3, device=hidden.device)
-        hidden_grad, head_grad = torch.zeros_like(hidden), torch.zeros_like(head)
-        for start in range(0, hidden.shape[0], chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
-            *terms, logits_grad = chunk_loss(linear(hidden[rows], head), rows, target_ids[rows])
-            sums += torch.stack(terms)
-            torch.mm(logits_grad, head, out=hidden_grad[rows])
-            head_grad.addmm_(logits_grad.t(), hidden[rows])
-        ctx.save_for_backward(hidden_grad, head_grad)
-        total, kd, ce = sums.unbind()
-        ctx.mark_non_differentiable(kd, ce)
-        return total, kd, ce
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_grad, head_grad = ctx.saved_tensors
-        return hidden_grad.mul_(grad_output), head_grad.mul_(grad_output), None, None, None
+    return chunked_loss(hidden, head, chunk_loss, chunk_tokens=chunk_tokens)

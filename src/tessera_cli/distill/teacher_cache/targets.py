@@ -5,7 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tessera_cli.distill.losses.dense import DistillationSums, chunked_distillation_loss
+from tessera_cli.distill.losses.chunked import DistillationSums
+from tessera_cli.distill.losses.dense import chunked_distillation_loss
 from tessera_cli.distill.losses.sparse import sampled_distillation_loss, topk_distillation_loss
 from tessera_cli.recipe.schema import LossSection
 
