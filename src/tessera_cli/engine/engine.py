@@ -66,7 +66,7 @@ class Engine:
         check_positions(config.max_model_len, model.config)
         self.attention_backend = select_backend(
             attention_backend,
-            model.head_weight.device.type,
+            model.device.type,
             layers=model.attention_layers,
             block_size=config.block_size,
         )

@@ -1,7 +1,10 @@
 """From a model directory to an engine that is sized for it."""
 
+from functools import partial
 from pathlib import Path
 from typing import TypedDict
+
+import torch
 
 from tessera_cli.engine.config import EngineConfig, KVCacheDtype, SchedulingPolicy
 from tessera_cli.engine.engine import Engine
@@ -9,17 +12,21 @@ from tessera_cli.engine.memory import device_memory
 from tessera_cli.engine.sizing import GPU_MEMORY_UTILIZATION, PoolSizing, select_device, select_max_model_len
 from tessera_cli.engine.structured_output import GrammarVocabulary
 from tessera_cli.errors import UsageError
-from tessera_cli.kernels.backend import select_backend
+from tessera_cli.kernels.backend import build_product, select_backend
 from tessera_cli.kernels.kv_cache import select_kv_cache_dtype
 from tessera_cli.models.causal_lm import CausalLM
 from tessera_cli.models.config import ModelConfig
-from tessera_cli.models.loader import load_config, load_model, select_dtype
+from tessera_cli.models.decoder import Decoder
+from tessera_cli.models.linear_layers import replace_products
+from tessera_cli.models.loader import load_config, load_model, select_dtype, select_quantization
+from tessera_cli.models.quantization import Quantization
 
 
 class EngineOptions(TypedDict, total=False):
     """The keyword arguments of `load_engine`."""
 
     dtype: str
+    quantization: str
     kv_cache_dtype: KVCacheDtype
     device: str
     block_size: int
@@ -39,6 +46,7 @@ def load_engine(
     path: Path,
     *,
     dtype: str = "auto",
+    quantization: str = "auto",
     kv_cache_dtype: KVCacheDtype = EngineConfig.kv_cache_dtype,
     device: str = "auto",
     block_size: int = EngineConfig.block_size,
@@ -57,7 +65,10 @@ def load_engine(
 
     Args:
         path: config.json, safetensors, and tokenizer.json for structured output.
-        dtype: of the weights; "auto" is float32 on a CPU, as stored elsewhere.
+        dtype: of what is computed, and of weights that are not quantised; "auto" is float32 on a CPU, as
+            stored elsewhere.
+        quantization: of the matrices: "none", "int8", which quantises while loading, or "auto", as the
+            checkpoint has them.
         kv_cache_dtype: of keys and values; "auto" is that of the weights.
         device: "auto" is CUDA where there is one.
         block_size: tokens per KV block.
@@ -86,6 +97,7 @@ def load_engine(
     torch_dtype = select_dtype(dtype, known.dtype, device)
     stored_dtype = select_kv_cache_dtype(kv_cache_dtype, torch_dtype)
     max_model_len = select_max_model_len(max_model_len, known)
+    chosen = select_quantization(quantization, known, path)
     select_backend(attention_backend, device, block_size=block_size)
     # What can be refused is refused before the weights are read. How the layers of a model of transformers
     # attend is known afterwards.
@@ -95,6 +107,7 @@ def load_engine(
     else:
         model = load_model(path, torch_dtype, device)
         layers = model.attention_layers
+    backend, _ = select_backend(attention_backend, device, layers=layers, block_size=block_size)
     pool = PoolSizing(layers, stored_dtype, block_size, max_model_len)
     if num_blocks is not None:
         num_blocks = pool.checked_blocks(num_blocks, device, memory)
@@ -104,7 +117,9 @@ def load_engine(
         num_blocks = pool.blocks_from_free(
             device,
             memory,
-            weight_bytes=known.num_parameters * torch_dtype.itemsize,
+            weight_bytes=known.weight_bytes(torch_dtype.itemsize, chosen)
+            if isinstance(known, ModelConfig)
+            else known.num_parameters * torch_dtype.itemsize,
             max_num_seqs=max_num_seqs,
             utilization=gpu_memory_utilization,
         )
@@ -120,10 +135,24 @@ def load_engine(
         kv_cache_dtype=kv_cache_dtype,
     )
     return Engine(
-        load_model(path, torch_dtype, device) if model is None else model,
+        load_served_model(path, torch_dtype, device, chosen, backend) if model is None else model,
         config,
         attention_backend=attention_backend,
         grammar_vocabulary=GrammarVocabulary(
             path / "tokenizer.json", vocab_size=known.vocab_size, eos_token_ids=known.eos_token_ids
         ),
     )
+
+
+def load_served_model(
+    path: Path, dtype: torch.dtype, device: str, quantization: Quantization, backend: str
+) -> CausalLM:
+    """Load `path` for inference, with the compiled products that go with the attention `backend`.
+
+    Raises:
+        ModelError: the model is broken.
+    """
+    model = load_model(path, dtype, device, quantization)
+    if isinstance(model, Decoder):
+        replace_products(model, partial(build_product, backend))
+    return model

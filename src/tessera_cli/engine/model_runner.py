@@ -37,7 +37,6 @@ class ModelRunner:
     """
 
     def __init__(self, model: CausalLM, config: EngineConfig, backend: str) -> None:
-        weight = model.head_weight
         self._model = model
         self._forward: Forward = model
         if isinstance(model, Decoder):
@@ -45,7 +44,7 @@ class ModelRunner:
             widths = (sizes.hidden_size, sizes.intermediate_size, sizes.head_dim)
             self._forward = partial(model, operators=build_operators(backend, widths))
         self._config = config
-        self._device = weight.device
+        self._device = model.device
         self._eos_token_ids = frozenset(
             token for token in model.config.eos_token_ids if token < model.config.vocab_size
         )
@@ -55,14 +54,14 @@ class ModelRunner:
                 model.attention_layers,
                 num_blocks=config.num_blocks,
                 block_size=config.block_size,
-                dtype=weight.dtype,
-                kv_cache_dtype=select_kv_cache_dtype(config.kv_cache_dtype, weight.dtype),
-                device=weight.device,
+                dtype=model.dtype,
+                kv_cache_dtype=select_kv_cache_dtype(config.kv_cache_dtype, model.dtype),
+                device=model.device,
             )
         except (RuntimeError, TypeError) as error:  # out of memory, or a size beyond 64 bits
             raise CapacityError(
                 f"a KV cache of {config.num_blocks} blocks of {config.block_size} tokens does not fit into"
-                f" the memory of {weight.device}",
+                f" the memory of {model.device}",
                 hint="lower kv_cache_memory or num_blocks",
             ) from error
 

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from tessera_cli.attention import AttentionLayer
 from tessera_cli.errors import UsageError
+from tessera_cli.int8_weight import Int8Weight
 
 if TYPE_CHECKING:
     from tessera_cli.kernels.cpu_operators import CpuOperators
+    from tessera_cli.kernels.int8_linear import Int8Linear
 
 NULL_BLOCK = 0
 SKIPPED_SLOT = -1
@@ -120,6 +122,20 @@ def build_operators(name: str, widths: Sequence[int]) -> "CpuOperators | None":
     library = load_library()
     fits = all(width % WIDTH_MULTIPLE == 0 for width in widths)
     return CpuOperators(library) if fits and isinstance(library, CpuLibrary) else None
+
+
+def build_product(name: str, weight: "Tensor | Int8Weight") -> "Int8Linear | None":
+    """The compiled product with `weight` [outputs, inputs] that goes with a backend.
+
+    None where there is none: plain torch then.
+    """
+    if name != "cpu" or not isinstance(weight, Int8Weight):
+        return None
+    from tessera_cli.kernels.cpu_library import CpuLibrary, load_library
+    from tessera_cli.kernels.int8_linear import Int8Linear
+
+    library = load_library()
+    return Int8Linear(library, weight) if isinstance(library, CpuLibrary) else None
 
 
 def _sizes_obstacle(layers: Sequence[AttentionLayer], block_size: int | None) -> str | None:

@@ -56,3 +56,9 @@ class Int8Linear:
             torch.get_num_threads(),
         )
         return out
+
+    def rows(self, index: Tensor) -> Tensor:
+        """The rows `index` (int64 [n]) of the weight, times their scales: float32 [n, inputs]."""
+        panels = self._packed.view(-1, -(-self.inputs // 2), _PANEL, 2)
+        values = panels[index // _PANEL, :, index % _PANEL].flatten(1)[:, : self.inputs]
+        return values * self._scales[index, None]

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from tessera_cli.attention import AttentionLayer
@@ -50,8 +51,13 @@ class CausalLM(Protocol):
         ...
 
     @property
-    def head_weight(self) -> Tensor:
-        """The output projection `[vocab, hidden]`; its dtype and device are the model's."""
+    def dtype(self) -> torch.dtype:
+        """Of the hidden states, and so of queries, keys and values."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
         ...
 
     def __call__(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from tessera_cli.attention import AttentionLayer
 from tessera_cli.errors import ModelError
 from tessera_cli.models import hf_config
+from tessera_cli.models.quantization import Quantization
 from tessera_cli.models.rope_scaling import RopeScaling
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -21,7 +22,8 @@ class ModelConfig:
 
     Attributes:
         max_position_embeddings: in tokens.
-        dtype: how the weights are stored.
+        dtype: how the weights are stored that are not quantised.
+        quantization: how the matrices are stored: "none" is in `dtype`.
         model_type: the family, by transformers' name.
         rope_scaling: how rotary frequencies are stretched for long contexts; None: not at all.
         qkv_bias: whether the projections to queries, keys and values have one; like `o_bias` and `mlp_bias`.
@@ -50,6 +52,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
     dtype: str
+    quantization: Quantization = "none"
     model_type: str = "llama"
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False
@@ -150,6 +153,18 @@ class ModelConfig:
     def flops_per_token(self) -> int:
         """Floating-point operations of a forward pass per token, attention over the context not counted."""
         return 2 * self.num_matmul_parameters
+
+    def weight_bytes(self, itemsize: int, quantization: Quantization) -> int:
+        """Bytes of all weights in memory, where those that are not quantised take `itemsize` each."""
+        if quantization == "none":
+            return self.num_parameters * itemsize
+        num_embeddings = 1 if self.tie_word_embeddings else 2
+        matrices = self.num_matmul_parameters + (num_embeddings - 1) * self.vocab_size * self.hidden_size
+        query = self.num_attention_heads * self.head_dim
+        key_value = self.num_key_value_heads * self.head_dim
+        layer_scales = query + 2 * key_value + 2 * self.hidden_size + 2 * self.intermediate_size
+        scales = self.num_hidden_layers * layer_scales + num_embeddings * self.vocab_size
+        return matrices + 4 * scales + (self.num_parameters - matrices) * itemsize
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of keys and values that one token holds in the cache, over all layers."""

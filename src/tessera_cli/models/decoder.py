@@ -45,8 +45,21 @@ class Decoder(nn.Module):
         return self.config.attention_layers
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the hidden states, and of weights that are not quantised."""
+        return self.norm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.norm.weight.device
+
+    @property
     def head_weight(self) -> Tensor:
-        """The output projection `[vocab, hidden]`: the embedding itself where the two are tied."""
+        """The output projection `[vocab, hidden]`: the embedding itself where the two are tied.
+
+        A decoder with `linear_layers` for inference has none.
+        """
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(
@@ -73,7 +86,9 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits `[n, vocab]` of final hidden states `[n, hidden]`."""
-        return F.linear(hidden, self.head_weight).float()
+        if self.lm_head is None:
+            return F.linear(hidden, self.embed_tokens.weight).float()
+        return self.lm_head(hidden).float()
 
     def _rotary_table(self, positions: Tensor) -> RotaryTable:
         if self._frequencies.device != positions.device:

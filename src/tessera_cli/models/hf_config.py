@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tessera_cli.errors import ModelError
 from tessera_cli.models.hf_families import FAMILIES, Fields
+from tessera_cli.models.quantization import INT8_CONFIG, read_quantization
 from tessera_cli.models.rope_scaling import read_rope, write_rope
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "pretraining_tp": (1, None),
     "tie_word_embeddings": (False, True),
-    "quantization_config": (None,),
 }
 _READ = {
     "vocab_size",
@@ -34,6 +34,7 @@ _READ = {
     "rope_theta",
     "max_position_embeddings",
     "original_max_position_embeddings",
+    "quantization_config",
 }
 # They sound like mathematics and are none of a forward pass: training's, or marks that tools left.
 _WITHOUT_EFFECT = {"attention_dropout", "is_llama_config", "output_attentions", "attn_implementation"}
@@ -99,6 +100,7 @@ def read_fields(raw: Fields, where: str) -> Fields:
         "eos_token_ids": eos_token_ids(raw.get("eos_token_id")),
         "pad_token_id": raw.get("pad_token_id"),
         "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        "quantization": read_quantization(raw, where),
         "model_type": raw["model_type"],
         **family.read(raw),
     }
@@ -142,5 +144,6 @@ def write_keys(config: "ModelConfig") -> Fields:
         "eos_token_id": eos,
         "pad_token_id": config.pad_token_id,
         "dtype": config.dtype,
+        **({} if config.quantization == "none" else {"quantization_config": INT8_CONFIG}),
         **family.write(config),
     }

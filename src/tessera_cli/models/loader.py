@@ -1,33 +1,22 @@
 """Decoders to and from Hugging Face model directories."""
 
 import json
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from tessera_cli.errors import ModelError, UsageError
 from tessera_cli.models.causal_lm import CausalLM, CausalLMConfig
+from tessera_cli.models.checkpoint_tensors import DTYPES, checkpoint_tensors, is_of_int8, store
 from tessera_cli.models.config import ModelConfig, read_hf_config
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.hf_families import FAMILIES
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Our module in a layer <- the checkpoint's modules, stacked in this order; not every family has all.
-_MODULES = {
-    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "q_norm": ("self_attn.q_norm",),
-    "k_norm": ("self_attn.k_norm",),
-    "o_proj": ("self_attn.o_proj",),
-    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-    "down_proj": ("mlp.down_proj",),
-    "input_layernorm": ("input_layernorm",),
-    "post_attention_layernorm": ("post_attention_layernorm",),
-    "post_feedforward_layernorm": ("post_feedforward_layernorm",),
-}
+from tessera_cli.models.linear_layers import tie_int8_head, use_int8_layers
+from tessera_cli.models.quantization import QUANTIZATIONS, Quantization, refuse_quantised
+from tessera_cli.models.weight_files import StoredTensor, read_tensors
 
 
 def select_dtype(name: str, stored: str, device: str) -> torch.dtype:
@@ -40,9 +29,31 @@ def select_dtype(name: str, stored: str, device: str) -> torch.dtype:
     """
     if name == "auto":
         name = "float32" if device == "cpu" else stored
-    if name not in _DTYPES:
-        raise UsageError(f"{name!r} is not a dtype", hint="use auto, " + ", ".join(_DTYPES))
-    return _DTYPES[name]
+    if name not in DTYPES:
+        raise UsageError(f"{name!r} is not a dtype", hint="use auto, " + ", ".join(DTYPES))
+    return DTYPES[name]
+
+
+def select_quantization(name: str, config: CausalLMConfig, path: Path) -> Quantization:
+    """How the matrices of the checkpoint `path` run: `name`, or for "auto" as it has them.
+
+    Raises:
+        UsageError: `name` is no quantisation, or means nothing for this checkpoint.
+    """
+    if name not in ("auto", *QUANTIZATIONS):
+        raise UsageError(f"{name!r} is not a quantisation", hint="use auto, " + ", ".join(QUANTIZATIONS))
+    stored = config.quantization if isinstance(config, ModelConfig) else "none"
+    if name == "none" and stored != "none":
+        raise UsageError(
+            f"{path} is quantised to {stored} and cannot run without",
+            hint="leave --quantization out, or take the model that it was made of",
+        )
+    if name == "int8" and not isinstance(config, ModelConfig):
+        raise UsageError(
+            f"{path} runs through transformers, where no weight is quantised",
+            hint="leave --quantization out; int8 is for models that run natively",
+        )
+    return "int8" if "int8" in (name, stored) else "none"
 
 
 def load_config(path: Path) -> CausalLMConfig:
@@ -59,14 +70,19 @@ def load_config(path: Path) -> CausalLMConfig:
     return read_transformers_config(path)
 
 
-def load_model(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> CausalLM:
+def load_model(
+    path: Path, dtype: torch.dtype, device: torch.device | str = "cpu", quantization: Quantization = "none"
+) -> CausalLM:
     """Load the model directory `path` to serve it: natively, or else through transformers.
+
+    `quantization` is what `select_quantization` says.
 
     Raises:
         ModelError: nothing here computes such a model, or its weights are not whole.
     """
     if str(read_hf_config(path).get("model_type")) in FAMILIES:
-        return load_decoder(path, dtype=dtype, device=device)
+        load = load_int8_decoder if quantization == "int8" else load_decoder
+        return load(path, dtype=dtype, device=device)
     from tessera_cli.models.transformers_model import load_transformers_model
 
     return load_transformers_model(path, dtype=dtype, device=device)
@@ -82,49 +98,59 @@ def load_decoder(path: Path, *, dtype: torch.dtype, device: torch.device | str =
         ModelError: weights are missing, unexpected, quantised or of another shape, or a file is damaged.
     """
     config = ModelConfig.from_dir(path)
+    refuse_quantised(config.quantization, str(path))
     decoder = Decoder(config, dtype=dtype, device="meta").to_empty(device=device)
-    targets = dict(_targets(decoder))
+    _fill(decoder, path, is_quantised=False)
+    return decoder.eval()
+
+
+def load_int8_decoder(path: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+    """Load the native decoder of `path` for inference, its matrices in int8.
+
+    They are read as `tessera quantize` wrote them, or quantised tensor by tensor: to the bit the same.
+    `dtype` is of everything else.
+
+    Raises:
+        ModelError: as `load_decoder`, but for weights that Tessera quantised; or one is not finite.
+    """
+    config = ModelConfig.from_dir(path)
+    decoder = Decoder(replace(config, quantization="int8"), dtype=dtype, device="meta")
+    use_int8_layers(decoder)
+    decoder.to_empty(device=device)
+    _fill(decoder, path, is_quantised=config.quantization == "int8")
+    tie_int8_head(decoder)
+    return decoder.eval().requires_grad_(False)
+
+
+def _fill(decoder: Decoder, path: Path, *, is_quantised: bool) -> None:
+    """Read every tensor of `path` into `decoder`."""
+    targets = dict(checkpoint_tensors(decoder))
     missing = set(targets)
-    tied_head: Path | None = None
-    for file, names in _weight_files(path):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in names if names is not None else tensors.keys():
-                    if name == "lm_head.weight" and config.tie_word_embeddings:
-                        tied_head = file
-                        continue
-                    if name.endswith("rotary_emb.inv_freq"):
-                        continue
-                    if name not in targets:
-                        raise ModelError(f"{file} holds {name}, which a model of this config does not have")
-                    _copy(tensors.get_tensor(name), targets[name], name, file)
-                    missing.discard(name)
-        except SafetensorError as error:
-            raise ModelError(
-                f"{file} is damaged: {error}", hint="download or convert the model again"
-            ) from error
-        except OSError as error:
-            raise ModelError(
-                f"{file} cannot be read: {error}", hint="download or convert the model again"
-            ) from error
+    tied_head: StoredTensor | None = None
+    for stored in read_tensors(path):
+        if stored.name == "lm_head.weight" and decoder.config.tie_word_embeddings:
+            tied_head = stored
+        elif not stored.name.endswith("rotary_emb.inv_freq"):
+            missing -= store(stored, targets, is_quantised=is_quantised)
     if missing:
         first = min(missing)
         raise ModelError(f"{path} lacks {len(missing)} of {len(targets)} tensors, {first} for one")
     if tied_head is not None:
-        _check_tied(tied_head, decoder.head_weight)
-    return decoder.eval()
+        _check_tied(tied_head, targets, is_quantised=is_quantised)
 
 
-def _check_tied(file: Path, head_weight: Tensor) -> None:
+def _check_tied(head: StoredTensor, targets: dict[str, Tensor], *, is_quantised: bool) -> None:
     """Refuse a head that `tie_word_embeddings` would drop although it is another matrix."""
-    with safe_open(file, framework="pt") as tensors:
-        stored = tensors.get_tensor("lm_head.weight")
-    same = stored.shape == head_weight.shape and torch.equal(
-        stored.to(head_weight.dtype), head_weight.detach().to("cpu")
-    )
+    name = "model.embed_tokens.weight"
+    embedding = {key: value for key, value in targets.items() if key.startswith(name)}
+    copies = {key: torch.empty_like(value) for key, value in embedding.items()}
+    same = head.value.shape == embedding[name].shape
+    if same:
+        store(replace(head, name=name), copies, is_quantised=is_quantised)
+        same = all(torch.equal(copies[key], value) for key, value in embedding.items())
     if not same:
         raise ModelError(
-            f"{file} holds an lm_head.weight of its own, and config.json ties it to the embedding",
+            f"{head.file} holds an lm_head.weight of its own, and config.json ties it to the embedding",
             hint="set tie_word_embeddings to false, or remove the tensor",
         )
 
@@ -132,69 +158,16 @@ def _check_tied(file: Path, head_weight: Tensor) -> None:
 def save_decoder(decoder: Decoder, path: Path, *, dtype: torch.dtype) -> None:
     """Write `path/config.json` and `path/model.safetensors` as `transformers` names and shapes them.
 
-    `path` must exist; the caller makes it whole by renaming it.
+    `dtype` is of parameters; int8 values and their scales, which transformers does not read, stay as they
+    are. `path` must exist; the caller makes it whole by renaming it.
     """
-    stored = next(name for name, value in _DTYPES.items() if value == dtype)
+    stored = next(name for name, value in DTYPES.items() if value == dtype)
     config = decoder.config.to_hf() | {"dtype": stored}
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors: dict[str, Tensor] = {}
-    for name, parameter in _targets(decoder):
-        tensors[name] = parameter.detach().to("cpu", dtype).contiguous()
+    for name, tensor in checkpoint_tensors(decoder):
+        kept = tensor.dtype if is_of_int8(name, tensor) else dtype
+        tensors[name] = tensor.detach().to("cpu", kept).contiguous()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     # safetensors writes for its owner only; a model is as readable as the files beside it.
     (path / "model.safetensors").chmod((path / "config.json").stat().st_mode & 0o777)
-
-
-def _targets(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """The checkpoint's tensor names, each with the slice of our (fused) parameter that holds it."""
-    config = decoder.config
-    query = config.num_attention_heads * config.head_dim
-    key_value = config.num_key_value_heads * config.head_dim
-    splits = {
-        "qkv_proj": [query, key_value, key_value],
-        "gate_up_proj": [config.intermediate_size, config.intermediate_size],
-    }
-    yield "model.embed_tokens.weight", decoder.embed_tokens.weight
-    for index, layer in enumerate(decoder.layers):
-        for ours, module in layer.named_children():
-            for kind, parameter in module.named_parameters():  # weight, and perhaps bias
-                parts = parameter.split(splits[ours]) if ours in splits else (parameter,)
-                for theirs, part in zip(_MODULES[ours], parts, strict=True):
-                    yield f"model.layers.{index}.{theirs}.{kind}", part
-    yield "model.norm.weight", decoder.norm.weight
-    if decoder.lm_head is not None:
-        yield "lm_head.weight", decoder.lm_head.weight
-
-
-@torch.no_grad()
-def _copy(source: Tensor, target: Tensor, name: str, file: Path) -> None:
-    if source.shape != target.shape:
-        raise ModelError(
-            f"{file}: {name} is {list(source.shape)}, but config.json asks for {list(target.shape)}"
-        )
-    if source.dtype not in _DTYPES.values():  # quantised: its scales are elsewhere, if anywhere
-        raise ModelError(
-            f"{file}: {name} is stored as {str(source.dtype).removeprefix('torch.')}",
-            hint="use weights stored as " + ", ".join(_DTYPES),
-        )
-    target.copy_(source)
-
-
-def _weight_files(path: Path) -> Iterator[tuple[Path, list[str] | None]]:
-    """The safetensors files of a directory, each with the tensors to take from it (None: all)."""
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = {file: path / file for file in sorted(set(weight_map.values()))}
-        except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
-            raise ModelError(f"{index} cannot be read: {error}") from error
-        for holder, file in files.items():
-            yield file, sorted(name for name, named in weight_map.items() if named == holder)
-    elif (path / "model.safetensors").exists():
-        yield path / "model.safetensors", None
-    else:
-        raise ModelError(
-            f"{path} has no model.safetensors",
-            hint="Tessera reads safetensors (and .gguf files), not pickled weights",
-        )

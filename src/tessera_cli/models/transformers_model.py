@@ -21,6 +21,7 @@ from tessera_cli.errors import ModelError
 from tessera_cli.models.causal_lm import Attend
 from tessera_cli.models.config import read_hf_config
 from tessera_cli.models.hf_config import eos_token_ids
+from tessera_cli.models.quantization import read_quantization
 from tessera_cli.models.transformers_probe import EAGER, PAGED, UnpageableError, probe_layers
 
 _HINT = "decoders run whose only path between tokens is attention that transformers asks us for: GPT-2, Gemma"
@@ -79,8 +80,17 @@ class TransformersModel(nn.Module):
         model.set_attn_implementation(PAGED)
 
     @property
-    def head_weight(self) -> Tensor:
-        """The output projection `[vocab, hidden]`."""
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self._head_weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._head_weight.device
+
+    @property
+    def _head_weight(self) -> Tensor:
         return self._model.get_output_embeddings().weight
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -152,8 +162,11 @@ def _read(path: Path) -> tuple[Any, TransformersConfig]:
     logging.set_verbosity_error()
     raw = read_hf_config(path)
     model_type = raw.get("model_type")
-    if raw.get("quantization_config") is not None:
-        raise ModelError(f"{path} is quantised, which Tessera does not run", hint="use weights that are not")
+    if read_quantization(raw, str(path)) != "none":
+        raise ModelError(
+            f"{path} is quantised and {model_type!r}, which is not native",
+            hint="take the model that it was made of",
+        )
     try:
         hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
         # Parameters without memory: they are only counted.

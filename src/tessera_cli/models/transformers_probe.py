@@ -58,7 +58,7 @@ def probe_layers(
     Raises:
         UnpageableError: one of them fails.
     """
-    device, dtype = wrapped.head_weight.device, wrapped.head_weight.dtype
+    device, dtype = wrapped.device, wrapped.dtype
     tokens = torch.arange(3, 3 + _NUM_TOKENS, device=device) % config.vocab_size
     positions = torch.arange(_NUM_TOKENS, device=device)
     recorder = _Recorder()
@@ -87,7 +87,7 @@ def _check_isolation(wrapped: "TransformersModel", model: Any, tokens: Tensor, p
 
     model.set_attn_implementation(PAGED)
     whole = wrapped(tokens, positions, blind)[-1:]
-    if not _close(wrapped(tokens[-1:], positions[-1:], blind), whole, wrapped.head_weight.dtype):
+    if not _close(wrapped(tokens[-1:], positions[-1:], blind), whole, wrapped.dtype):
         raise UnpageableError("its tokens reach each other beside attention")
 
 

@@ -48,6 +48,13 @@ def test_a_weight_is_within_half_a_step_of_its_int8_form() -> None:
         Int8Weight.quantise(torch.tensor([[1.0, torch.inf]]))
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 2), (48, 576), (17, 33), (1, 7)])
+def test_rows_are_those_of_the_weight_to_the_bit(outputs: int, inputs: int) -> None:
+    weight = Int8Weight.quantise(torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)))
+    index = torch.tensor([0, outputs - 1, outputs // 2, 0])
+    assert torch.equal(_linear(weight).rows(index), weight.dequantise()[index])
+
+
 def test_refuses_other_shapes_and_dtypes() -> None:
     linear = _linear(Int8Weight.quantise(torch.ones(4, 8)))
     for x in (torch.ones(2, 9), torch.ones(2, 8, dtype=torch.float16), torch.ones(8, 2).T):

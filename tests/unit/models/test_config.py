@@ -77,7 +77,7 @@ def test_generation_config_has_the_last_word_on_eos(tmp_path: Path) -> None:
         ({"model_type": "mistral"}, "LlamaForCausalLM .model_type 'mistral'"),
         ({"architectures": "MixtralForCausalLM"}, "MixtralForCausalLM"),
         ({"architectures": [None]}, "None"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised with fp8"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false'"),
         ({"rope_parameters": [1]}, "broken"),
         ({"vocab_size": float("inf")}, "broken"),

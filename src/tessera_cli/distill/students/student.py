@@ -48,7 +48,7 @@ def layer_importance(teacher: Decoder, batches: Iterable[TrainBatch]) -> list[fl
 
 def forward_batch(decoder: Decoder, batch: TrainBatch) -> Tensor:
     """Final hidden states `[num_tokens, hidden]` of a batch, its documents isolated from each other."""
-    device = decoder.head_weight.device
+    device = decoder.device
     attention = PackedAttention(batch.cu_seqlens, decoder.attention_layers, device=device)
     return decoder(batch.input_ids.to(device), batch.positions.to(device), attention.attend)
 
