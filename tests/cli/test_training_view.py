@@ -33,6 +33,7 @@ EVALUATED = Evaluated(
     student_perplexity=164.0,
     teacher_perplexity=6.3,
     top1_agreement=0.312,
+    top5_agreement=0.625,
     acceptance=0.281,
 )
 

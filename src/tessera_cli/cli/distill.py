@@ -11,17 +11,16 @@ import typer
 from tessera_cli.cli import options
 from tessera_cli.cli.default_command import DefaultRunGroup
 from tessera_cli.cli.distill_cache import cache
+from tessera_cli.cli.distill_eval import evaluate
 from tessera_cli.cli.distill_views import (
     RUN_COLUMNS,
-    evaluation_rows,
-    missed_gates,
     run_header,
     run_row,
     show_plan,
     show_run,
 )
 from tessera_cli.cli.output import Output
-from tessera_cli.errors import ExitCode, GateError, UsageError
+from tessera_cli.errors import ExitCode, UsageError
 from tessera_cli.settings import Settings, prepare_process
 
 if TYPE_CHECKING:
@@ -170,40 +169,7 @@ def init(
     output.data(f"tessera distill plan {path.name}\ntessera distill {path.name}")
 
 
-@app.command("eval")
-def evaluate(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
-    limit: Annotated[
-        int | None, typer.Option(min=1, metavar="TOKENS", help="Most held-out tokens.", show_default=False)
-    ] = None,
-    max_kl: Annotated[
-        float | None, typer.Option(min=0, metavar="NATS", help="Exit 3 above it.", show_default=False)
-    ] = None,
-    min_agreement: Annotated[
-        float | None, typer.Option(min=0, max=1, metavar="SHARE", help="Exit 3 below it.", show_default=False)
-    ] = None,
-    device: options.DeviceOption = "auto",
-    offline: options.OfflineOption = False,
-    json: options.JsonOption = False,
-    debug: options.DebugOption = False,
-) -> None:
-    """Measure a student against its teacher on held-out documents."""
-    output = Output.of(json=json)
-    settings = _settings(offline)
-    from tessera_cli.distill.evaluation.finished_run import evaluate_run
-
-    figures = evaluate_run(
-        run_dir,
-        limit=limit,
-        listener=lambda event: None,
-        device=device,
-        home=settings.home,
-        offline=settings.offline,
-    )
-    output.document(figures)
-    output.rows(evaluation_rows(figures), header=("", "start", "student"))
-    if missed := missed_gates(figures["student"], max_kl=max_kl, min_agreement=min_agreement):
-        raise GateError("; ".join(missed))
+app.command("eval")(evaluate)
 
 
 @app.command()

@@ -1,10 +1,11 @@
 """What `tessera distill` prints: a plan, a run, a list of runs, an evaluation; plain lines, 80 columns."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tessera_cli.cli.evaluation_view import evaluation_rows, figure
 from tessera_cli.cli.output import Output, align, show
 from tessera_cli.settings import Settings
 
@@ -16,17 +17,6 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 RUN_COLUMNS = ("run", "status", "step", "KL", "agreement", "student")
-
-# The figures of an evaluation, by their name in `Evaluated`, and how they are told.
-_FIGURES = {
-    "kl": ("KL(teacher‖student), nats", "{:.4f}"),
-    "top1_agreement": ("top-1 agreement", "{:.1%}"),
-    "acceptance": ("acceptance", "{:.1%}"),
-    "cross_entropy": ("cross-entropy, nats", "{:.4f}"),
-    "student_perplexity": ("perplexity", "{:.2f}"),
-    "teacher_perplexity": ("the teacher's perplexity", "{:.2f}"),
-    "num_tokens": ("tokens measured", "{:,}"),
-}
 
 
 def run_header(loaded: "LoadedRecipe", run_dir: Path) -> dict[str, str]:
@@ -136,30 +126,10 @@ def run_row(run: "RunStatus") -> tuple[str, ...]:
         str(run.path),
         run.status,
         f"{run.step:,}/{run.num_steps:,}",
-        _figure(latest, "kl"),
-        _figure(latest, "top1_agreement"),
+        figure(latest, "kl"),
+        figure(latest, "top1_agreement"),
         "-" if run.export is None else run.export.name,
     )
-
-
-def evaluation_rows(figures: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """The figures of the start and of the student, one row each."""
-    return [
-        (label, _figure(figures["start"], name), _figure(figures["student"], name))
-        for name, (label, _) in _FIGURES.items()
-    ]
-
-
-def missed_gates(
-    student: Mapping[str, Any], *, max_kl: float | None, min_agreement: float | None
-) -> list[str]:
-    """The bounds that the student misses, in words; a figure that is not a number misses its bound."""
-    missed = []
-    if max_kl is not None and not student["kl"] <= max_kl:
-        missed.append(f"KL is {student['kl']:.4f}, above {max_kl:g}")
-    if min_agreement is not None and not student["top1_agreement"] >= min_agreement:
-        missed.append(f"top-1 agreement is {student['top1_agreement']:.4f}, below {min_agreement:g}")
-    return missed
 
 
 def _origin_lines(loaded: "LoadedRecipe") -> list[str]:
@@ -197,10 +167,6 @@ def _facts(facts: Sequence[tuple[str, str]]) -> list[str]:
             break_on_hyphens=False,
         )
     return lines
-
-
-def _figure(figures: Mapping[str, Any], name: str) -> str:
-    return _FIGURES[name][1].format(figures[name]) if name in figures else "-"
 
 
 def _series(layers: Sequence[int]) -> str:

@@ -45,8 +45,18 @@ class RunInputs:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know of the documents."""
-        return (*self.train.notes("data.train"), *self.eval.notes("data.eval"))
+        """What the user should know of the models and the documents."""
+        return (*self._model_notes, *self.train.notes("data.train"), *self.eval.notes("data.eval"))
+
+    @property
+    def _model_notes(self) -> tuple[str, ...]:
+        theirs, ours = self.teacher.config.vocab_size, self.student.num_stored_rows
+        if ours is None:
+            return ()
+        return (
+            f"the teacher has {theirs:,} vocabulary rows and the student {ours:,}: both are cut to the "
+            f"tokenizer's {self.student.config.vocab_size:,} ids",
+        )
 
     def fingerprints(self) -> dict[str, str]:
         """Hashes of all that decides the weights: a resumed run must find the same."""
@@ -90,7 +100,7 @@ def find_teacher(recipe: Recipe, *, home: Path, offline: bool, notify: Notify | 
     """The recipe's teacher, with errors as `read_inputs`."""
     path = resolve_model(recipe.teacher.model, home=home, offline=offline, notify=notify)
     teacher = Teacher(path, ModelConfig.from_dir(path), Tokenizer.from_dir(path))
-    num_ids, num_rows = teacher.tokenizer.vocab_size, teacher.config.vocab_size
+    num_ids, num_rows = teacher.tokenizer.num_ids, teacher.config.vocab_size
     if num_ids > num_rows:
         raise ModelError(f"the tokenizer of {path} has {num_ids} ids, its model only {num_rows}")
     _check_positions(recipe, teacher.config, "teacher")

@@ -64,13 +64,14 @@ class Tokenizer:
     Attributes:
         vocab_size: ids that the tokenizer knows, added tokens included.
         chat_template: the Jinja source, or None for a base model.
+        path: the directory that it was read from.
     """
 
     def __init__(
         self, fast: FastTokenizer, settings: dict[str, Any], chat_template: str | None, path: Path
     ) -> None:
         self._fast = fast
-        self._path = path
+        self.path = path
         self.vocab_size = fast.get_vocab_size(with_added_tokens=True)
         self.chat_template = chat_template
         self._special = {
@@ -109,6 +110,11 @@ class Tokenizer:
             return cls(fast, settings, _chat_template(path, settings), path)
         except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:  # odd
             raise ModelError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+
+    @cached_property
+    def num_ids(self) -> int:
+        """The vocabulary rows that a model needs for every id: more than `vocab_size` where ids have gaps."""
+        return 1 + max(self._fast.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with whatever the tokenizer puts around it (BOS) unless told not to."""
@@ -152,7 +158,7 @@ class Tokenizer:
         except _TemplateRefusal as error:
             raise DataError(f"the chat template refuses these messages: {error}") from error
         except Exception as error:  # it is a program, and can fail in any way that one can
-            raise ModelError(f"the chat template of {self._path} fails: {error}") from error
+            raise ModelError(f"the chat template of {self.path} fails: {error}") from error
 
     def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
         """Token ids of `render_chat`; the template writes BOS itself, so none is added."""
@@ -170,14 +176,14 @@ class Tokenizer:
     def save(self, path: Path) -> None:
         """Copy the tokenizer's files to the existing directory `path`, byte for byte."""
         for name in _FILES:
-            if (self._path / name).is_file():
-                shutil.copyfile(self._path / name, path / name)
+            if (self.path / name).is_file():
+                shutil.copyfile(self.path / name, path / name)
 
     @cached_property
     def _template(self) -> jinja2.Template:
         if self.chat_template is None:
             raise ModelError(
-                f"{self._path} has no chat template", hint="give plain prompts (`--raw`, format `text`)"
+                f"{self.path} has no chat template", hint="give plain prompts (`--raw`, format `text`)"
             )
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
@@ -188,7 +194,7 @@ class Tokenizer:
         try:
             return environment.from_string(self.chat_template)
         except jinja2.TemplateError as error:
-            raise ModelError(f"the chat template of {self._path} is broken: {error}") from error
+            raise ModelError(f"the chat template of {self.path} is broken: {error}") from error
 
     def _id(self, name: str) -> int | None:
         token = self._special.get(name)

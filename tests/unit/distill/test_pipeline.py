@@ -410,10 +410,11 @@ def test_a_run_is_measured_again_with_the_same_figures(finished, home):
     events: list = []
     options = {"listener": events.append, "device": "cpu", "home": home, "offline": True}
     figures = evaluate_run(result.run_dir, limit=None, **options)
-    assert figures["start"] == pytest.approx(dataclasses.asdict(result.start))
-    assert figures["student"] == pytest.approx(dataclasses.asdict(result.end))
+    assert dataclasses.asdict(figures.start) == pytest.approx(dataclasses.asdict(result.start))
+    assert dataclasses.asdict(figures.student) == pytest.approx(dataclasses.asdict(result.end))
+    assert figures.speculative.acceptance == figures.student.acceptance
     limited = evaluate_run(result.run_dir, limit=30, **options)
-    assert limited["student"]["num_tokens"] <= 30
+    assert limited.student.num_tokens <= 30
     with pytest.raises(UsageError, match="limit is 0"):
         evaluate_run(result.run_dir, limit=0, **options)
 

@@ -23,7 +23,7 @@ def train_step(step: int, loss: float) -> TrainStep:
 
 
 def evaluated(step: int, kl: float) -> Evaluated:
-    return Evaluated(step, 500, kl, 2.5, 12.18, 9.0, 0.625, 0.5)
+    return Evaluated(step, 500, kl, 2.5, 12.18, 9.0, 0.625, 0.875, 0.5)
 
 
 @pytest.fixture

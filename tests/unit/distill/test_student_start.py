@@ -110,8 +110,8 @@ def test_a_run_resumes_to_the_same_bits_and_is_measured_again(
     weights = [load_file(result.export / "model.safetensors") for result in (whole, resumed)]
     assert_same_bits(*weights)
     figures = evaluate_run(tmp_path / "whole", limit=None, listener=lambda event: None, **where)
-    assert figures["start"] == pytest.approx(dataclasses.asdict(whole.start))
-    assert figures["student"] == pytest.approx(dataclasses.asdict(whole.end))
+    assert dataclasses.asdict(figures.start) == pytest.approx(dataclasses.asdict(whole.start))
+    assert dataclasses.asdict(figures.student) == pytest.approx(dataclasses.asdict(whole.end))
     said = {"width": "cut to 32 channels", "config": "random weights", "checkpoint": "started from `/"}
     assert said[init] in whole.report.read_text(encoding="utf-8")
 

@@ -31,7 +31,7 @@ def held_out_batches(
             break
         chosen.append(index)
     lengths = [len(document.token_ids) for document in documents]
-    rows = pack_rows(chosen, lengths, max_seq_len=max_seq_len, packing=True)
+    rows = list(pack_rows(chosen, lengths, max_seq_len=max_seq_len, packing=True))
     return [
         build_batch(documents[index] for row in rows[start : start + rows_per_batch] for index in row)
         for start in range(0, len(rows), rows_per_batch)
@@ -64,7 +64,7 @@ class Evaluator:
         """Figures of `student`, at temperature 1, as means over all targets, summed in float64."""
         if self._teacher_hidden is None:
             self._teacher_hidden = [_target_hidden(self._teacher, batch).cpu() for batch in self._batches]
-        sums = torch.zeros(5, dtype=torch.float64)
+        sums = torch.zeros(6, dtype=torch.float64)
         for batch, teacher_hidden in zip(self._batches, self._teacher_hidden, strict=True):
             student_hidden = _target_hidden(student, batch)
             for teacher_part, student_part, target_ids in zip(
@@ -76,7 +76,7 @@ class Evaluator:
                 teacher_log_probs = _log_probs(self._teacher, teacher_part)
                 sums += _compare(teacher_log_probs, _log_probs(student, student_part), target_ids)
         num_tokens = sum(len(batch.target_ids) for batch in self._batches)
-        kl, teacher_nll, student_nll, agreement, acceptance = (sums / num_tokens).tolist()
+        kl, teacher_nll, student_nll, top1, top5, acceptance = (sums / num_tokens).tolist()
         return Evaluated(
             step=step,
             num_tokens=num_tokens,
@@ -84,7 +84,8 @@ class Evaluator:
             cross_entropy=student_nll,
             student_perplexity=_perplexity(student_nll),
             teacher_perplexity=_perplexity(teacher_nll),
-            top1_agreement=agreement,
+            top1_agreement=top1,
+            top5_agreement=top5,
             acceptance=acceptance,
         )
 
@@ -101,16 +102,19 @@ def _log_probs(decoder: Decoder, hidden: Tensor) -> Tensor:
 
 
 def _compare(teacher: Tensor, student: Tensor, target_ids: Tensor) -> Tensor:
-    """Sums over a chunk, float64 `[5]`: KL, both negative log-likelihoods, agreement, Σ min(p, q).
+    """Sums over a chunk, float64 `[6]`: KL, both negative log-likelihoods, agreement at 1 and 5, Σ min(p, q).
 
     The last is speculative decoding's expected acceptance (arXiv 2211.17192). Log-probabilities `[n, vocab]`.
     """
     targets = target_ids.to(teacher.device)[:, None]
+    choices = teacher.argmax(-1)
+    top5 = student.topk(min(5, student.shape[-1]), -1).indices
     per_token: Iterable[Tensor] = (
         forward_kl(teacher, student),
         -teacher.gather(1, targets)[:, 0],
         -student.gather(1, targets)[:, 0],
-        teacher.argmax(-1) == student.argmax(-1),
+        choices == student.argmax(-1),
+        (choices[:, None] == top5).any(-1),
         torch.minimum(teacher, student).exp().sum(-1),
     )
     return torch.stack([values.double().sum() for values in per_token]).cpu()

@@ -1,25 +1,25 @@
 """The figures of a finished run, taken again."""
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from tessera_cli.distill.evaluation.evaluate import Evaluator, held_out_batches
-from tessera_cli.distill.events import Listener, StageStarted
+from tessera_cli.distill.evaluation.measured import Measured, speculative_speedup
+from tessera_cli.distill.events import Listener, Note, StageStarted
 from tessera_cli.distill.inputs import find_student, find_teacher, read_split
 from tessera_cli.distill.runs.run_models import recorded_start
-from tessera_cli.distill.runs.run_status import read_run
+from tessera_cli.distill.runs.run_status import RunStatus, read_run
 from tessera_cli.distill.students.student_start import start_student
 from tessera_cli.engine.sizing import select_device
 from tessera_cli.errors import UsageError
 from tessera_cli.models.loader import load_decoder, select_dtype
+from tessera_cli.models.vocabulary import load_first_rows
 from tessera_cli.recipe.loader import load_recipe
 
 
 def evaluate_run(
     run_dir: Path, *, limit: int | None, listener: Listener, device: str, home: Path, offline: bool
-) -> dict[str, dict[str, Any]]:
-    """Measure the untrained ("start") and the exported student ("student") on held-out documents.
+) -> Measured:
+    """Measure the untrained and the exported student of a run on its held-out documents.
 
     `limit` is the number of supervised tokens to look at, the recipe's `eval.max_tokens` if None.
 
@@ -34,17 +34,13 @@ def evaluate_run(
     recipe = load_recipe(run_dir / "recipe.yaml").recipe
     device = select_device(device)
     listener(StageStarted("evaluate"))
-    source = find_teacher(recipe, home=home, offline=offline)
+    source = find_teacher(recipe, home=home, offline=offline, notify=lambda text: listener(Note(text)))
     held_out = read_split(recipe, recipe.data.eval, source.tokenizer)
     shape = find_student(recipe, source, home=home, offline=offline)
     now = {**shape.fingerprints(), "teacher": source.fingerprint(), "data.eval": held_out.fingerprint()}
-    changed = [name for name, value in now.items() if status.fingerprints[name] != value]
-    if changed:
-        raise UsageError(
-            f"{run_dir}: changed since the run: {', '.join(changed)}", hint="restore what changed"
-        )
+    _check_unchanged(status, now)
     dtype = select_dtype(recipe.teacher.dtype, source.config.dtype, device)
-    teacher = load_decoder(source.path, dtype=dtype, device=device)
+    teacher = load_first_rows(source.path, shape.config.vocab_size, dtype=dtype, device=device)
     batches = held_out_batches(
         held_out.documents,
         max_targets=limit or recipe.eval.max_tokens,
@@ -56,5 +52,19 @@ def evaluate_run(
         teacher, shape, recorded_start(run_dir, status.layers, recipe), seed=recipe.seed
     )
     start = evaluator.evaluate(untrained, step=0)
+    del untrained
     student = load_decoder(status.export, dtype=select_dtype("float32", "float32", device), device=device)
-    return {"start": asdict(start), "student": asdict(evaluator.evaluate(student, step=status.step))}
+    figures = evaluator.evaluate(student, step=status.step)
+    served = student.to(dtype)
+    speculative = speculative_speedup(teacher, served, figures, held_out.documents)
+    return Measured(
+        source.path, status.export, start, figures, speculative, tuple(held_out.notes("data.eval"))
+    )
+
+
+def _check_unchanged(status: RunStatus, now: dict[str, str]) -> None:
+    changed = [name for name, value in now.items() if status.fingerprints[name] != value]
+    if changed:
+        raise UsageError(
+            f"{status.path}: changed since the run: {', '.join(changed)}", hint="restore what changed"
+        )

@@ -75,7 +75,7 @@ def compare(
         return Comparison((), 0, 0.0, 0.0)
     answers, speeds = [], []
     for decoder in (teacher, student):
-        engine = _engine(decoder, prompts, max_tokens)
+        engine = engine_for(decoder, prompts, max_tokens)
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         outputs = _generate(engine, prompts[:num_samples], params)
         answers.append([tokenizer.decode(token_ids).strip() for token_ids in outputs])
@@ -98,7 +98,8 @@ def _prompt(document: Document) -> list[int]:
     return document.token_ids[:end].tolist()
 
 
-def _engine(decoder: Decoder, prompts: Sequence[list[int]], max_tokens: int) -> Engine:
+def engine_for(decoder: Decoder, prompts: Sequence[list[int]], max_tokens: int) -> Engine:
+    """An engine that holds all `prompts` at once, each with an answer of `max_tokens`."""
     block_size = EngineConfig.block_size
     max_model_len = max(map(len, prompts)) + max_tokens
     num_blocks = 1 + len(prompts) * -(-max_model_len // block_size)

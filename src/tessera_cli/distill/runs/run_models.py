@@ -19,7 +19,8 @@ from tessera_cli.distill.teacher_cache.teacher_parts import head_of, load_layers
 from tessera_cli.distill.training.teacher_side import CachedTeacher
 from tessera_cli.distill.students.width_pruning import read_width, width_as_json
 from tessera_cli.models.decoder import Decoder
-from tessera_cli.models.loader import load_decoder, select_dtype
+from tessera_cli.models.loader import select_dtype
+from tessera_cli.models.vocabulary import keep_first_rows, load_first_rows
 from tessera_cli.recipe.schema import Recipe
 
 WIDTH_FILE = "width.json"
@@ -49,7 +50,8 @@ def prepare_models(
     """
     recipe = inputs.recipe
     dtype = select_dtype(recipe.teacher.dtype, inputs.teacher.config.dtype, device)
-    load_teacher = partial(load_decoder, inputs.teacher.path, dtype=dtype, device=device)
+    num_rows = inputs.student.config.vocab_size
+    load_teacher = partial(load_first_rows, inputs.teacher.path, num_rows, dtype=dtype, device=device)
     batches = _held_out(inputs)
     chunk_tokens = recipe.train.loss_chunk_tokens
     if recipe.teacher.cache.kind == "none":
@@ -66,7 +68,8 @@ def prepare_models(
         start = _start(run, teacher, inputs)
     else:
         layers = run.status.layers or inputs.student.layers or (0,)
-        teacher = load_layers(inputs.teacher.path, layers, dtype=dtype, device=device)
+        part = load_layers(inputs.teacher.path, layers, dtype=dtype, device=device)
+        teacher = keep_first_rows(part, num_rows)
         start = _start(run, teacher, inputs)
         start = StudentStart(tuple(range(len(start.layers))), None)
     student = start_student(teacher, inputs.student, start, seed=recipe.seed)

@@ -20,11 +20,14 @@ class StudentShape:
         config: its sizes; where importance decides the layers, with the windows and rotations of even ones.
         layers: the teacher's layers that it starts with, () for none, None where importance decides.
         path: the model whose weights it starts with, None for the teacher's or random ones.
+        num_stored_rows: vocabulary rows of that model where both it and the teacher are cut to those of
+            `config`, which are the tokenizer's; None where nothing is cut.
     """
 
     config: ModelConfig
     layers: tuple[int, ...] | None
     path: Path | None = None
+    num_stored_rows: int | None = None
 
     def fingerprints(self) -> dict[str, str]:
         """The hash of what it starts with, where that is none of the teacher's."""
@@ -56,7 +59,7 @@ def student_shape(
     """The student that `section` asks for.
 
     Raises:
-        ModelError: a student's model that is not there, not native, or of another vocabulary.
+        ModelError: a student's model that is not there, not native, or of another tokenizer.
         UsageError: sizes or layers that this teacher does not have.
     """
     if section.init == "config":
@@ -67,8 +70,9 @@ def student_shape(
     if section.init == "checkpoint" and section.model is not None:
         path = resolve_model(section.model, home=home, offline=offline, notify=notify)
         config = ModelConfig.from_dir(path)
-        _check_vocabulary(path, config, teacher, tokenizer)
-        return StudentShape(config, (), path)
+        num_rows = common_rows(path, config, teacher, tokenizer)
+        num_stored = None if num_rows == config.vocab_size == teacher.vocab_size else config.vocab_size
+        return StudentShape(replace(config, vocab_size=num_rows), (), path, num_stored)
     layers = _layers(section, teacher.num_hidden_layers)
     shown = (
         even_layers(teacher.num_hidden_layers, student_depth(section, teacher)) if layers is None else layers
@@ -172,15 +176,25 @@ def _of_depth(base: ModelConfig, depth: int) -> ModelConfig:
     return replace(base, num_hidden_layers=depth)
 
 
-def _check_vocabulary(path: Path, config: ModelConfig, teacher: ModelConfig, tokenizer: Tokenizer) -> None:
+def common_rows(path: Path, student: ModelConfig, teacher: ModelConfig, tokenizer: Tokenizer) -> int:
+    """The vocabulary rows that the teacher and the student in `path` are compared in.
+
+    All, where they have as many; else those of the ids of their one `tokenizer`: what is beyond is padding.
+
+    Raises:
+        ModelError: the tokenizers differ, or the student has too few rows for its own.
+    """
     if Tokenizer.from_dir(path).fingerprint() != tokenizer.fingerprint():
         raise ModelError(
-            f"the student {path} and the teacher have different tokenizers",
+            f"the student {path} and the teacher {tokenizer.path} have different tokenizers",
             hint="the same ids would mean different text: distil between models of one tokenizer",
         )
-    if config.vocab_size != teacher.vocab_size:
+    if student.vocab_size == teacher.vocab_size:
+        return teacher.vocab_size
+    if student.vocab_size < tokenizer.num_ids:
         raise ModelError(
-            f"the student {path} has {config.vocab_size} vocabulary rows and the teacher"
-            f" {teacher.vocab_size}",
-            hint="pad or cut the embedding of one of them to the other's rows",
+            f"the student {path} has {student.vocab_size} vocabulary rows, its tokenizer {tokenizer.num_ids}"
+            f" ids, and the teacher {tokenizer.path} has {teacher.vocab_size} rows",
+            hint="add the missing rows with transformers' `resize_token_embeddings`",
         )
+    return tokenizer.num_ids

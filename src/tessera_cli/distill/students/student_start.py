@@ -14,7 +14,7 @@ from tessera_cli.distill.students.student_config import StudentShape
 from tessera_cli.distill.students.width_pruning import WidthChoice, build_narrow_student, choose_width
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.decoder import Decoder
-from tessera_cli.models.loader import load_decoder
+from tessera_cli.models.vocabulary import load_first_rows
 
 CALIBRATION_TOKENS = 4_096
 
@@ -48,7 +48,7 @@ def start_student(teacher: Decoder, shape: StudentShape, start: StudentStart, *,
     if start.layers:
         return build_student(teacher, start.layers)
     if shape.path is not None:
-        return load_decoder(shape.path, dtype=torch.float32, device=device)
+        return load_first_rows(shape.path, shape.config.vocab_size, dtype=torch.float32, device=device)
     return random_decoder(shape.config, seed=seed).to(device)
 
 

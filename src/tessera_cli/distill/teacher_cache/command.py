@@ -14,7 +14,8 @@ from tessera_cli.distill.teacher_cache.keys import batch_documents
 from tessera_cli.distill.teacher_cache.plan import plan_caches
 from tessera_cli.distill.teacher_cache.verify import Verification, require_complete, verify_cache
 from tessera_cli.engine.sizing import select_device
-from tessera_cli.models.loader import load_decoder, select_dtype
+from tessera_cli.models.loader import select_dtype
+from tessera_cli.models.vocabulary import load_first_rows
 from tessera_cli.recipe.schema import Recipe
 
 
@@ -61,7 +62,8 @@ def cache_recipe(
         teacher_dtype=dtype,
         home=home,
     )
-    load_teacher = partial(load_decoder, inputs.teacher.path, dtype=dtype, device=device)
+    num_rows = inputs.student.config.vocab_size
+    load_teacher = partial(load_first_rows, inputs.teacher.path, num_rows, dtype=dtype, device=device)
     if verify:
         require_complete(plans)
     caches = open_caches(plans, load_teacher, listener)

@@ -80,7 +80,7 @@ def plan_caches(
     """
     recipe = inputs.recipe
     cache = recipe.teacher.cache
-    vocab_size = inputs.teacher.config.vocab_size
+    vocab_size = inputs.student.config.vocab_size
     if cache.k is not None and cache.k >= vocab_size:
         raise UsageError(
             f"teacher.cache.k is {cache.k}, but the teacher has {vocab_size} tokens",
@@ -91,6 +91,8 @@ def plan_caches(
         "teacher dtype": str(teacher_dtype).removeprefix("torch."),
         "tokenizer": run_fingerprints["tokenizer"],
     }
+    if vocab_size != inputs.teacher.config.vocab_size:  # cut before the softmax
+        common["vocabulary rows"] = str(vocab_size)
     codec, described = _codec(recipe)
     documents = inputs.train.documents
     micro_batches = (
