@@ -1,13 +1,18 @@
 """All that a recipe names, found, read and checked: where planning and running both start; no torch."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
-from tessera_cli.distill.data.corpus import Corpus, load_corpus
-from tessera_cli.distill.data.packing import StepPlan
-from tessera_cli.distill.data.sources import check_file
+from tessera_cli.distill.data.corpus import Corpus, check_not_empty, load_corpus
+from tessera_cli.distill.data.document import Document
+from tessera_cli.distill.data.packing import StepPlan, numbers_of
+from tessera_cli.distill.data.sources import check_source
+from tessera_cli.distill.data.stream import DocumentStream
+from tessera_cli.distill.data.teacher_written import PromptSet, Writer
 from tessera_cli.distill.students.layer_choice import hidden_pairs
 from tessera_cli.distill.students.student_config import StudentShape, fingerprint_model, student_shape
 from tessera_cli.errors import ModelError, UsageError
@@ -29,7 +34,15 @@ class Teacher:
 
     def fingerprint(self) -> str:
         """SHA-256 over the configuration and the weight files."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         return fingerprint_model(self.path)
+
+
+StepDocuments = list[list[Document]]
+"""The documents of an optimiser step, by micro-batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +52,7 @@ class RunInputs:
     recipe: Recipe
     teacher: Teacher
     student: StudentShape
-    train: Corpus
+    train: Corpus | DocumentStream
     eval: Corpus
     steps: StepPlan
 
@@ -57,6 +70,24 @@ class RunInputs:
             f"the teacher has {theirs:,} vocabulary rows and the student {ours:,}: both are cut to the "
             f"tokenizer's {self.student.config.vocab_size:,} ids",
         )
+
+    @property
+    def unanswered(self) -> tuple[PromptSet, ...]:
+        """The prompts that the teacher has to answer before anything is trained."""
+        splits = [split for split in (self.train, self.eval) if isinstance(split, Corpus)]
+        return tuple(prompts for split in splits for prompts in split.unanswered)
+
+    def step_documents(self, start: int = 0) -> Iterator[StepDocuments]:
+        """The documents of every step after the first `start`, read as they are asked for.
+
+        Raises:
+            DataError: a stream is not what it was when the run was laid out.
+        """
+        groups = (numbers_of(step) for step in self.steps.steps())
+        documents = self.train.in_order(groups, start)
+        for step, found in zip(self.steps.steps(start), documents, strict=True):
+            rest = iter(found)
+            yield [list(islice(rest, sum(map(len, micro_batch)))) for micro_batch in step]
 
     def fingerprints(self) -> dict[str, str]:
         """Hashes of all that decides the weights: a resumed run must find the same."""
@@ -81,18 +112,14 @@ def read_inputs(recipe: Recipe, *, home: Path, offline: bool, notify: Notify | N
     """
     # Before the teacher, which may have to be downloaded or converted first.
     for source in (*recipe.data.train, *recipe.data.eval):
-        check_file(Path(source.path))
+        check_source(source)
     teacher = find_teacher(recipe, home=home, offline=offline, notify=notify)
     student = find_student(recipe, teacher, home=home, offline=offline, notify=notify)
-    train = read_split(recipe, recipe.data.train, teacher.tokenizer)
-    held_out = read_split(recipe, recipe.data.eval, teacher.tokenizer)
-    steps = StepPlan.of(
-        [len(document.token_ids) for document in train.documents],
-        [document.num_supervised_tokens for document in train.documents],
-        data=recipe.data,
-        train=recipe.train,
-        seed=recipe.seed,
-    )
+    held_out = read_split(recipe, recipe.data.eval, teacher, home=home)
+    if recipe.data.streaming:
+        return _streamed(recipe, teacher, student, held_out)
+    train = read_split(recipe, recipe.data.train, teacher, home=home, answer_tokens=answer_tokens(recipe))
+    steps = StepPlan.of(train, data=recipe.data, train=recipe.train, seed=recipe.seed)
     return RunInputs(recipe, teacher, student, train, held_out, steps)
 
 
@@ -121,9 +148,45 @@ def find_student(
     return student
 
 
-def read_split(recipe: Recipe, sources: Sequence[DataSource], tokenizer: Tokenizer) -> Corpus:
-    """The documents of `sources`, as the recipe wants them."""
-    return load_corpus(sources, tokenizer, max_seq_len=recipe.data.max_seq_len, train_on=recipe.data.train_on)
+def read_split(
+    recipe: Recipe,
+    sources: Sequence[DataSource],
+    teacher: Teacher,
+    *,
+    home: Path,
+    answer_tokens: int | None = None,
+) -> Corpus:
+    """The documents of `sources`, as the recipe wants them; see `load_corpus`."""
+    is_written = any(source.written_by is not None for source in sources)
+    return load_corpus(
+        sources,
+        teacher.tokenizer,
+        max_seq_len=recipe.data.max_seq_len,
+        train_on=recipe.data.train_on,
+        answer_tokens=answer_tokens,
+        # Hashing the teacher's weights takes a while.
+        writer=Writer(teacher.fingerprint(), recipe.teacher.dtype, home) if is_written else None,
+    )
+
+
+def answer_tokens(recipe: Recipe) -> int | None:
+    """The most tokens of an answer that the student gives while it trains; None if it gives none."""
+    return None if recipe.data.on_policy is None else recipe.data.on_policy.max_tokens
+
+
+def _streamed(recipe: Recipe, teacher: Teacher, student: StudentShape, held_out: Corpus) -> RunInputs:
+    stream = DocumentStream(
+        recipe.data.train,
+        teacher.tokenizer,
+        max_seq_len=recipe.data.max_seq_len,
+        train_on=recipe.data.train_on,
+        answer_tokens=answer_tokens(recipe),
+    )
+    steps = StepPlan.of(
+        stream, data=recipe.data, train=recipe.train, seed=recipe.seed, first_epoch=stream.read_ahead()
+    )
+    check_not_empty(recipe.data.train, stream.intake)
+    return RunInputs(recipe, teacher, student, stream, held_out, steps)
 
 
 def _check_positions(recipe: Recipe, config: ModelConfig, who: str) -> None:

@@ -163,6 +163,7 @@ def _make_paths_absolute(document: Document, recipe_dir: Path, overridden: set[K
         for i, source in enumerate(sources if isinstance(sources, list) else ()):
             if isinstance(source, dict):
                 absolute(source, "path", ("data", split, i, "path"), may_be_hub_id=False)
+                absolute(source, "dataset", ("data", split, i, "dataset"), may_be_hub_id=True)
 
 
 def _is_overridden(path: KeyPath, overridden: set[KeyPath]) -> bool:

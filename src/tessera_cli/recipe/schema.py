@@ -92,6 +92,29 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     export: ExportSection = ExportSection()
 
+    @field_validator("data")
+    @classmethod
+    def _data_that_the_cache_serves(cls, value: DataSection, info: ValidationInfo) -> DataSection:
+        teacher = info.data.get("teacher")
+        if teacher is None or teacher.cache.kind == "none":
+            return value
+        if value.on_policy is not None:
+            raise problem(
+                "the answers of `on_policy` are new in every run, no `teacher.cache` has them: "
+                "leave one of the two out"
+            )
+        if value.streaming:
+            raise problem("a `teacher.cache` needs all documents beforehand, `streaming` never has them")
+        return value
+
+    @field_validator("train")
+    @classmethod
+    def _length_of_a_stream(cls, value: TrainSection, info: ValidationInfo) -> TrainSection:
+        data = info.data.get("data")
+        if data is not None and data.streaming and value.num_epochs is not None:
+            raise problem("`data.streaming` needs max_tokens or max_steps: a stream has no known end")
+        return value
+
     @field_validator("loss")
     @classmethod
     def _loss_that_the_cache_serves(cls, value: LossSection, info: ValidationInfo) -> LossSection:

@@ -46,9 +46,11 @@ OTHER_NAMES = {
     "train_on_input": "data.train_on",
     "train_on_prompt": "data.train_on",
     "mask_history": "data.train_on",
-    "dataset": "data.train",
     "datasets": "data.train",
     "train_files": "data.train",
+    "lmbda": "data.on_policy",
+    "buffer_size": "data.shuffle_buffer",
+    "shuffle_buffer_size": "data.shuffle_buffer",
     "test_datasets": "data.eval",
     "validation": "data.eval",
     "kd_alpha": "loss.kd_weight",
@@ -131,7 +133,9 @@ def key_schemas() -> dict[str, dict[str, Any]]:
 
 
 def _resolve(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    reference = node.get("$ref")
+    sections = [option for option in node.get("anyOf", ()) if "$ref" in option]
+    # A section that may be left out is a section or null.
+    reference = (sections[0] if len(sections) == 1 else node).get("$ref")
     return definitions[reference.rpartition("/")[2]] if reference else node
 
 

@@ -35,6 +35,10 @@ def load(tokenizer: Tokenizer, tmp_path: Path):
     return load
 
 
+def text_source(file: Path) -> DataSource:
+    return DataSource(path=str(file), format="text")
+
+
 def supervised_text(document: Document, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(document.token_ids[document.supervised].tolist(), skip_special_tokens=False)
 
@@ -90,13 +94,13 @@ def test_long_documents_are_left_out_whole_and_counted(load):
     rows = [{"text": "word " * n} for n in (2, 90, 3)]
     corpus = load(rows, "text", max_seq_len=50)
     assert len(corpus.documents) == 2
-    assert corpus.num_too_long == 1
+    assert corpus.intake.num_too_long == 1
     assert "1 of 3 documents are longer" in corpus.notes("data.train")[0]
 
 
 def test_documents_without_a_target_are_counted_and_nothing_else_is_an_error(load):
     corpus = load([{"messages": [QUESTION]}, {"messages": [QUESTION, ANSWER]}], "messages")
-    assert corpus.num_unsupervised == 1
+    assert corpus.intake.num_unsupervised == 1
     with pytest.raises(DataError, match="nothing to learn from"):
         load([{"messages": [QUESTION]}], "messages")
     with pytest.raises(DataError, match="1 documents are longer"):
@@ -148,14 +152,14 @@ def test_a_bad_row_is_named_by_its_line(load, rows, data_format, message):
 )
 def test_text_is_read_as_it_stands(content, expected, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(content)
-    rows = [row for _, row in read_rows(tmp_path / "a.jsonl", "text")]
+    rows = [row for _, row in read_rows(text_source(tmp_path / "a.jsonl"))]
     assert rows == [{"text": text} for text in expected]
 
 
 def test_bytes_that_are_not_utf_8_are_named_by_their_line(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n')
     with pytest.raises(DataError, match=r"a\.jsonl line 2 is not UTF-8"):
-        list(read_rows(tmp_path / "a.jsonl", "text"))
+        list(read_rows(text_source(tmp_path / "a.jsonl")))
 
 
 def test_an_empty_answer_is_only_its_end_marker(load, tokenizer):
@@ -169,7 +173,7 @@ def test_a_file_that_changed_within_the_same_time_stamp_is_read_again(tmp_path):
     for text in ("one", "two"):
         file.write_text(json.dumps({"text": text}))
         os.utime(file, (10**9, 10**9))
-        assert [row for _, row in read_rows(file, "text")] == [{"text": text}]
+        assert [row for _, row in read_rows(text_source(file))] == [{"text": text}]
 
 
 def test_a_file_that_is_missing_empty_or_of_another_kind_is_an_error(tokenizer, tmp_path):
@@ -179,7 +183,7 @@ def test_a_file_that_is_missing_empty_or_of_another_kind_is_an_error(tokenizer, 
     faults = {
         "no.jsonl": "no such data file",
         "empty.jsonl": "is empty",
-        "a.csv": "neither",
+        "a.csv": "is none of .jsonl, .parquet, .txt",
         "bad.parquet": r"bad\.parquet cannot be read",
     }
     for name, message in faults.items():

@@ -1,6 +1,7 @@
 """The course of a run: exact counts, deterministic order, any starting step."""
 
 import itertools
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,13 +13,20 @@ from tessera_cli.recipe.train_section import TrainSection
 SOURCE = {"path": "a.jsonl", "format": "text"}
 
 
+class Documents(NamedTuple):
+    lengths: list[int]
+    supervised: list[int]
+    row_tokens: list[int]
+
+
 def make_plan(num_documents=37, seed=3, packing=True, max_seq_len=64, **train) -> StepPlan:
     random = np.random.default_rng(0)
     lengths = random.integers(2, 50, num_documents).tolist()
     supervised = [int(random.integers(1, length)) for length in lengths]
     data = DataSection(train=[SOURCE], eval=[SOURCE], max_seq_len=max_seq_len, packing=packing)
     train = {"micro_batch_size": 2, "gradient_accumulation_steps": 3, **train}
-    return StepPlan.of(lengths, supervised, data=data, train=TrainSection(**train), seed=seed)
+    documents = Documents(lengths, supervised, lengths)
+    return StepPlan.of(documents, data=data, train=TrainSection(**train), seed=seed)
 
 
 def documents(step) -> list[int]:
@@ -40,7 +48,7 @@ def test_an_epoch_sees_every_document_once_in_rows_that_fit(packing):
 
 def test_a_row_is_closed_only_when_the_next_document_does_not_fit():
     lengths = [30, 34, 1, 64, 10, 54]
-    assert pack_rows(range(6), lengths, max_seq_len=64, packing=True) == [(0, 1), (2,), (3,), (4, 5)]
+    assert list(pack_rows(range(6), lengths, max_seq_len=64, packing=True)) == [(0, 1), (2,), (3,), (4, 5)]
 
 
 @pytest.mark.parametrize("length", [{"max_tokens": 900}, {"max_steps": 7}, {"num_epochs": 3}])

@@ -112,4 +112,5 @@ def test_every_key_is_described() -> None:
 def test_other_tools_names_lead_to_keys_that_exist() -> None:
     assert set(OTHER_NAMES.values()) <= set(key_schemas())
     own = {key.rpartition(".")[2] for key in key_schemas()}
-    assert own.isdisjoint(OTHER_NAMES)
+    # An alpha outside of an adapter is a weight of the loss.
+    assert own & OTHER_NAMES.keys() <= {"alpha"}

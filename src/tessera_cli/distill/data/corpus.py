@@ -6,68 +6,78 @@ Planning a run reads documents too, so torch is loaded only where a batch is bui
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tessera_cli.distill.data.rendering import encode_row
+from tessera_cli.distill.data.document import Document, TrainOn, encode_document
+from tessera_cli.distill.data.intake import Intake
 from tessera_cli.distill.data.sources import read_rows
-from tessera_cli.errors import DataError, ModelError
+from tessera_cli.distill.data.teacher_written import Prompt, PromptSet, Writer
+from tessera_cli.errors import DataError
 from tessera_cli.models.tokenizer import Tokenizer
 from tessera_cli.recipe.data_section import DataSource
+from tessera_cli.recipe.sampling_section import SamplingSection
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True, eq=False)
-class Document:
-    """One tokenised document: ids (int32) and whether each token is a target (bool), both `[num_tokens]`."""
-
-    token_ids: np.ndarray
-    supervised: np.ndarray
-
-    @property
-    def num_supervised_tokens(self) -> int:
-        return int(self.supervised.sum())
-
-
-@dataclass(frozen=True, eq=False)
 class Corpus:
-    """The documents of some files, in the files' order.
+    """The documents of some sources, in the sources' order, and what was left out.
 
-    `num_too_long` documents have more than `max_seq_len` tokens and `num_unsupervised` have no target: both
-    are left out, whole.
+    `prompt_sets` are those that the teacher answers. Where one is not complete, documents that have each of
+    its prompts and the longest possible answer stand in for it: for counting, never for training.
     """
 
     documents: tuple[Document, ...]
-    max_seq_len: int
-    num_too_long: int
-    num_unsupervised: int
+    intake: Intake
+    prompt_sets: tuple[PromptSet, ...] = ()
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(document.token_ids) for document in self.documents)
+        return sum(self.lengths)
 
     @property
     def num_supervised_tokens(self) -> int:
-        return sum(document.num_supervised_tokens for document in self.documents)
+        return sum(self.supervised)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each document."""
+        return [len(document.token_ids) for document in self.documents]
+
+    @property
+    def supervised(self) -> list[int]:
+        """Targets of each document."""
+        return [document.num_supervised_tokens for document in self.documents]
+
+    @property
+    def row_tokens(self) -> list[int]:
+        """What a row keeps free for each document."""
+        return [self.intake.row_tokens(document) for document in self.documents]
+
+    @property
+    def unanswered(self) -> tuple[PromptSet, ...]:
+        """The prompts that the teacher still has to answer."""
+        return tuple(prompts for prompts in self.prompt_sets if not prompts.is_complete)
+
+    def in_order(self, groups: Iterable[Sequence[int]], start: int = 0) -> Iterator[list[Document]]:
+        """The documents of each group of numbers after the first `start` groups."""
+        for number, group in enumerate(groups):
+            if number >= start:
+                yield [self.documents[index] for index in group]
 
     def notes(self, split: str) -> list[str]:
-        """One line for each reason that documents of `split` were left out for."""
-        notes = []
-        if self.num_too_long:
+        """What the user should know of the documents of `split`."""
+        notes = self.intake.notes(split)
+        for prompts in self.unanswered:
             notes.append(
-                f"{split}: {self.num_too_long} of {self._num_read} documents are longer than "
-                f"data.max_seq_len {self.max_seq_len} and are left out"
-            )
-        if self.num_unsupervised:
-            notes.append(
-                f"{split}: {self.num_unsupervised} of {self._num_read} documents have no token to learn "
-                "and are left out"
+                f"{split}: the teacher has {len(prompts.prompts):,} prompts of {prompts.place} to answer; "
+                f"until then each counts with {prompts.sampling.max_tokens} tokens of answer"
             )
         return notes
 
@@ -75,14 +85,8 @@ class Corpus:
         """SHA-256 over what is trained on: ids, targets and order."""
         digest = hashlib.sha256()
         for document in self.documents:
-            digest.update(len(document.token_ids).to_bytes(8, "little"))
-            digest.update(document.token_ids.astype("<i4").tobytes())
-            digest.update(np.packbits(document.supervised).tobytes())
+            add_to_fingerprint(digest, document)
         return digest.hexdigest()
-
-    @property
-    def _num_read(self) -> int:
-        return len(self.documents) + self.num_too_long + self.num_unsupervised
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,33 +110,53 @@ def load_corpus(
     tokenizer: Tokenizer,
     *,
     max_seq_len: int,
-    train_on: Literal["completion", "all"],
+    train_on: TrainOn,
+    answer_tokens: int | None = None,
+    writer: Writer | None = None,
 ) -> Corpus:
     """Read and tokenise `sources`.
+
+    `answer_tokens` is what the student's own answers may have, where it gives any. `writer` is needed for
+    sources that the teacher answers.
 
     Raises:
         DataError: a file or a row is not what its format says, or no document is left to learn from.
     """
     documents: list[Document] = []
-    num_too_long = num_unsupervised = 0
+    prompt_sets: list[PromptSet] = []
+    intake = Intake(max_seq_len, answer_tokens)
     for source in sources:
-        for where, row in read_rows(Path(source.path), source.format):
-            document = _encode(row, where, source, tokenizer, train_on)
-            if len(document.token_ids) > max_seq_len:
-                num_too_long += 1
-            elif not document.supervised.any():
-                num_unsupervised += 1
-            else:
-                documents.append(document)
-    corpus = Corpus(tuple(documents), max_seq_len, num_too_long, num_unsupervised)
-    if not documents:
-        names = ", ".join(source.path for source in sources)
+        rows: Iterator[Document] = (
+            encode_document(row, where, source, tokenizer, train_on) for where, row in read_rows(source)
+        )
+        if source.sampling is not None:
+            if writer is None:
+                raise ValueError(f"{source.place} needs its writer")
+            prompt_sets.append(_prompt_set(source, rows, source.sampling, intake, writer))
+            rows = _answered(prompt_sets[-1], intake, train_on)
+        documents += filter(intake.takes, rows)
+    check_not_empty(sources, intake)
+    return Corpus(tuple(documents), intake, tuple(prompt_sets))
+
+
+def check_not_empty(sources: Sequence[DataSource], intake: Intake) -> None:
+    """See that there is something to learn, and something to answer where the student answers.
+
+    Raises:
+        DataError: there is not.
+    """
+    names = ", ".join(source.place for source in sources)
+    if intake.num_taken == 0:
+        why = "; ".join(intake.notes(names)) or f"{names}: no documents"
         raise DataError(
-            f"{names}: nothing to learn from; {num_too_long} documents are longer than data.max_seq_len "
-            f"{max_seq_len}, {num_unsupervised} have no supervised token",
+            f"nothing to learn from: {why}",
             hint="raise `data.max_seq_len`, or supervise every token with `data.train_on: all`",
         )
-    return corpus
+    if intake.answer_tokens is not None and intake.num_without_prompt == intake.num_taken:
+        raise DataError(
+            f"{names}: no document has a prompt that the student could answer",
+            hint="use messages, prompt_completion or prompts, or remove `data.on_policy`",
+        )
 
 
 def build_batch(documents: Iterable[Document]) -> TrainBatch:
@@ -155,17 +179,33 @@ def build_batch(documents: Iterable[Document]) -> TrainBatch:
     )
 
 
-def _encode(
-    row: dict[str, Any],
-    where: str,
-    source: DataSource,
-    tokenizer: Tokenizer,
-    train_on: Literal["completion", "all"],
-) -> Document:
-    try:
-        token_ids, supervised = encode_row(row, source.format, tokenizer, train_on)
-    except (DataError, ModelError) as error:  # a template can fail at one conversation
-        raise type(error)(f"{where}: {error.message}", hint=error.hint) from error
-    if token_ids.size and int(token_ids.max()) >= tokenizer.vocab_size:
-        raise DataError(f"{where}: the tokenizer made an id beyond its vocabulary")
-    return Document(token_ids, supervised)
+def add_to_fingerprint(digest: hashlib._Hash, document: Document) -> None:
+    """Let `digest` depend on the ids and targets of `document`."""
+    digest.update(len(document.token_ids).to_bytes(8, "little"))
+    digest.update(document.token_ids.astype("<i4").tobytes())
+    digest.update(np.packbits(document.supervised).tobytes())
+
+
+def _prompt_set(
+    source: DataSource, rows: Iterable[Document], sampling: SamplingSection, intake: Intake, writer: Writer
+) -> PromptSet:
+    """The prompts that leave a row room for a whole answer; the others are counted."""
+    prompts = []
+    for index, document in enumerate(rows):
+        if len(document.token_ids) + sampling.max_tokens > intake.max_seq_len:
+            intake.num_read += 1
+            intake.num_without_room += 1
+        else:
+            prompts.append(Prompt(index, document.token_ids.tolist()))
+    return PromptSet.of(source.place, prompts, sampling, writer)
+
+
+def _answered(prompts: PromptSet, intake: Intake, train_on: TrainOn) -> Iterator[Document]:
+    answers = prompts.answers() if prompts.is_complete else None
+    for prompt in prompts.prompts:
+        if answers is None:
+            yield Document.answered(prompt.token_ids, [0] * prompts.sampling.max_tokens, train_on)
+            continue
+        answer = answers[prompt.index]
+        intake.num_cut += answer.finish_reason == "length"
+        yield Document.answered(prompt.token_ids, answer.token_ids, train_on)

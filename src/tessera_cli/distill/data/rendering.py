@@ -2,7 +2,8 @@
 
 The formats are TRL's. `text` is a plain document. `messages` is a conversation, rendered by the model's chat
 template. `prompt_completion` is two strings, joined as they are without a template, or two lists of messages,
-rendered as one conversation. Plain documents and completions get an end-of-sequence token.
+rendered as one conversation. Plain documents and completions get an end-of-sequence token. `prompts` are
+continued by a model, in the way of `tessera generate`: text is what a user says, where there is a template.
 
 Supervision follows the position in the text, never the value of a token: a template whose padding is its
 end-of-sequence token still teaches the student to stop.
@@ -13,13 +14,20 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tessera_cli.distill.data.sources import DataFormat
+from tessera_cli.distill.data.messages import (
+    Message,
+    Tools,
+    check_template,
+    conversation,
+    describe,
+    text_of,
+    tools_of,
+)
 from tessera_cli.errors import DataError
 from tessera_cli.models.tokenizer import Tokenizer
+from tessera_cli.recipe.data_section import TOOLS, DataFormat
 
 Span = tuple[int, int]
-Message = dict[str, str]
-_ROLES = ("system", "user", "assistant")
 
 
 def encode_row(
@@ -48,28 +56,50 @@ def encode_row(
     return np.asarray(token_ids, dtype=np.int32), supervised
 
 
+def encode_prompt(row: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
+    """The ids that a model continues to answer a row of format `prompts`.
+
+    Raises:
+        DataError: the prompt is neither text nor messages. Whoever knows the row's place adds it.
+    """
+    prompt, tools = row["prompt"], tools_of(row.get(TOOLS))
+    is_text = isinstance(prompt, str)
+    if is_text and tokenizer.chat_template is None:
+        _no_tools(tools)
+        return tokenizer.encode(_string(row, "prompt"))
+    messages = conversation(prompt, "prompt") if not is_text else [_user(_string(row, "prompt"))]
+    text = tokenizer.render_chat(messages, add_generation_prompt=True, tools=tools)
+    check_template(text, messages, tools, tokenizer)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
 def _render(
     row: dict[str, Any], data_format: DataFormat, tokenizer: Tokenizer, train_on: Literal["completion", "all"]
 ) -> tuple[str, list[Span], bool]:
     """The text of a row, its supervised spans in characters, and whether it is plain (no chat template)."""
     first_answer = 0
     if data_format == "messages":
-        messages = _messages(row, "messages")
+        messages = conversation(row["messages"], "messages")
     elif data_format == "text" or isinstance(row["prompt"], str):
         prompt = "" if data_format == "text" else _string(row, "prompt")
         text = prompt + _string(row, "text" if data_format == "text" else "completion")
+        _no_tools(tools_of(row.get(TOOLS)))
         return text, [(0 if train_on == "all" else len(prompt), len(text))], True
     else:
-        messages = _messages(row, "prompt")
+        messages = conversation(row["prompt"], "prompt")
         first_answer = len(messages)
-        messages += _messages(row, "completion")
-    text = tokenizer.render_chat(messages, add_generation_prompt=False)
+        messages += conversation(row["completion"], "completion")
+    tools = tools_of(row.get(TOOLS))
+    text = tokenizer.render_chat(messages, add_generation_prompt=False, tools=tools)
+    check_template(text, messages, tools, tokenizer)
     if train_on == "all":
         return text, [(0, len(text))], False
-    return text, _answers(text, messages, first_answer, tokenizer), False
+    return text, _answers(text, messages, first_answer, tools, tokenizer), False
 
 
-def _answers(text: str, messages: Sequence[Message], first_answer: int, tokenizer: Tokenizer) -> list[Span]:
+def _answers(
+    text: str, messages: Sequence[Message], first_answer: int, tools: Tools, tokenizer: Tokenizer
+) -> list[Span]:
     """Where in `text`, the rendered conversation, the assistant speaks, from message `first_answer` on.
 
     A span starts where generation would and ends with the template's end marker. White space that the
@@ -79,8 +109,8 @@ def _answers(text: str, messages: Sequence[Message], first_answer: int, tokenize
     for index in range(first_answer, len(messages)):
         if messages[index]["role"] != "assistant":
             continue
-        before = tokenizer.render_chat(messages[:index], add_generation_prompt=True)
-        through = tokenizer.render_chat(messages[: index + 1], add_generation_prompt=False)
+        before = tokenizer.render_chat(messages[:index], add_generation_prompt=True, tools=tools)
+        through = tokenizer.render_chat(messages[: index + 1], add_generation_prompt=False, tools=tools)
         if not through.startswith(before) or not text.startswith(through):
             raise DataError(
                 f"the chat template changes what precedes message {index + 1} when the conversation goes on",
@@ -110,40 +140,14 @@ def _boundary(text: str, at: int, token_ids: list[int], tokenizer: Tokenizer, pl
 def _string(row: dict[str, Any], key: str) -> str:
     value = row[key]
     if not value:
-        raise DataError(f"`{key}` is {_describe(value)}, expected text")
-    return _text(value, key)
+        raise DataError(f"`{key}` is {describe(value)}, expected text")
+    return text_of(value, key)
 
 
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise DataError(f"`{where}` is {_describe(value)}, expected text")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        # JSON can spell one with \u; no tokenizer takes it.
-        raise DataError(f"`{where}` has half of a surrogate pair at character {error.start + 1}") from error
-    return value
+def _user(content: str) -> Message:
+    return {"role": "user", "content": content}
 
 
-def _messages(row: dict[str, Any], key: str) -> list[Message]:
-    value = row[key]
-    if not isinstance(value, list) or not value:
-        raise DataError(f"`{key}` is {_describe(value)}, expected a list of messages")
-    return [_message(item, f"{key}[{index}]") for index, item in enumerate(value)]
-
-
-def _message(item: Any, where: str) -> Message:
-    if not isinstance(item, dict):
-        raise DataError(f"`{where}` is {_describe(item)}, expected a role and a content")
-    # Parquet gives every message the keys that any message of the file has, empty where it has none.
-    given = {key: value for key, value in item.items() if value is not None}
-    unknown = sorted(given.keys() - {"role", "content"})
-    if unknown:
-        raise DataError(f"`{where}` has the key {unknown[0]!r}, only role and content are supported")
-    if given.get("role") not in _ROLES:
-        raise DataError(f"`{where}.role` is {_describe(item.get('role'))}, expected {', '.join(_ROLES)}")
-    return {"role": given["role"], "content": _text(given.get("content"), f"{where}.content")}
-
-
-def _describe(value: Any) -> str:
-    return "missing" if value is None else "empty" if value in ("", []) else repr(value)[:40]
+def _no_tools(tools: Tools) -> None:
+    if tools is not None:
+        raise DataError("`tools` has no place in plain text", hint="write the prompt as messages")

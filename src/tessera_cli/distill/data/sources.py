@@ -1,32 +1,35 @@
-"""Rows of a data file, each with the place that an error names."""
+"""Rows of a recipe's data sources, each with the place that an error names."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from tessera_cli.distill.data.row_files import PlacedRow, Row, json_lines, parquet_rows, text_parts
+from tessera_cli.distill.data.row_hub import dataset_rows
 from tessera_cli.errors import DataError
+from tessera_cli.recipe.data_section import COLUMNS, TOOLS, DataSource
 
-DataFormat = Literal["text", "messages", "prompt_completion"]
-Row = dict[str, Any]
-PlacedRow = tuple[str, Row]
-
-COLUMNS: dict[DataFormat, tuple[str, ...]] = {
-    "text": ("text",),
-    "messages": ("messages",),
-    "prompt_completion": ("prompt", "completion"),
-}
+_SUFFIXES = (".jsonl", ".parquet", ".txt")
 
 
-def check_file(path: Path) -> None:
-    """See that `path` is there and of a kind that `read_rows` knows.
+def check_source(source: DataSource) -> None:
+    """See, as far as the disk can tell, that `source` is there and of a kind that `read_rows` knows.
 
     Raises:
         DataError: it is not.
     """
-    if path.suffix not in (".jsonl", ".parquet"):
+    if source.path is None:
+        return
+    path = Path(source.path)
+    if path.suffix not in _SUFFIXES:
         raise DataError(
-            f"{path} is neither .jsonl nor .parquet", hint="write one JSON object a line to a .jsonl file"
+            f"{path} is none of {', '.join(_SUFFIXES)}",
+            hint="write one JSON object a line to a .jsonl file; a hub id or a directory is a `dataset`",
+        )
+    if path.suffix == ".txt" and (source.columns or source.format not in ("text", "prompts")):
+        raise DataError(
+            f"{path} holds plain text, which has no columns",
+            hint="use format text or prompts, or write a .jsonl file",
         )
     if not path.is_file():
         raise DataError(
@@ -34,70 +37,49 @@ def check_file(path: Path) -> None:
         )
 
 
-def read_rows(path: Path, data_format: DataFormat) -> Iterator[PlacedRow]:
-    """Yield the rows of a `.jsonl` or `.parquet` file, with the columns of `data_format` only.
+def read_rows(source: DataSource, *, streaming: bool = False) -> Iterator[PlacedRow]:
+    """Yield the rows of `source`, with the columns of its format only, under the format's names.
 
-    Values are what the file says, as they are: a text that looks like a date stays a text.
+    Values are what the file says, as they are: a text that looks like a date stays a text. `tools` is there
+    where the row has it. With `streaming`, a dataset of the hub is not downloaded as a whole.
 
     Raises:
-        DataError: no such file, another kind of file, no rows, a line that is not JSON, or a missing column.
+        DataError: no such file or dataset, another kind of file, no rows, a line that is not JSON, or a
+            missing column.
     """
-    check_file(path)
+    check_source(source)
     is_empty = True
-    for where, row in _json_lines(path) if path.suffix == ".jsonl" else _parquet_rows(path):
+    for where, row in _rows(source, streaming):
         is_empty = False
-        yield where, {column: _value(row, column, where, data_format) for column in COLUMNS[data_format]}
+        yield where, _renamed(row, where, source)
     if is_empty:
-        raise DataError(f"{path} is empty")
+        raise DataError(f"{source.place} is empty")
 
 
-def _json_lines(path: Path) -> Iterator[PlacedRow]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            where = f"{path} line {number}"
-            try:
-                # A byte-order mark is no part of the first line.
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                if not text.strip():
-                    continue
-                row = json.loads(text.strip(), object_pairs_hook=_unique_keys)
-            except UnicodeDecodeError as error:
-                raise DataError(f"{where} is not UTF-8: {error.reason}") from error
-            except (ValueError, RecursionError) as error:
-                # What the parser calls a line is within ours.
-                fault = f"{error.msg} at {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-                raise DataError(f"{where} is not JSON: {fault}", hint="write one object a line") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{where} is not a JSON object", hint="write one object a line")
-            yield where, row
+def _rows(source: DataSource, streaming: bool) -> Iterator[PlacedRow]:
+    if source.path is None:
+        return dataset_rows(source, streaming=streaming)
+    path = Path(source.path)
+    if path.suffix == ".txt":
+        (column,) = COLUMNS[source.format]
+        return text_parts(path, column, source.sample_by or "line")
+    return json_lines(path) if path.suffix == ".jsonl" else parquet_rows(path)
 
 
-def _parquet_rows(path: Path) -> Iterator[PlacedRow]:
-    import datasets
-    import pyarrow
-
-    number = 0
-    try:
-        # Streamed, so nothing is cached: a cache would be keyed by name and time, not by content.
-        rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-        for row in rows:
-            number += 1
-            yield f"{path} row {number}", row
-    except (OSError, pyarrow.ArrowException, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"{path} cannot be read after {number} rows: {str(error).splitlines()[0]}") from error
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> Row:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        raise ValueError("a key is given twice")
-    return row
-
-
-def _value(row: Row, column: str, where: str, data_format: DataFormat) -> Any:
-    if column not in row:
-        raise DataError(
-            f"{where} has no column {column!r}, only {', '.join(sorted(row)) or 'an empty object'}",
-            hint=f"format {data_format} needs {' and '.join(COLUMNS[data_format])}",
-        )
-    return row[column]
+def _renamed(row: Row, where: str, source: DataSource) -> dict[str, Any]:
+    wanted = list(COLUMNS[source.format])
+    theirs = source.columns.get(TOOLS, TOOLS)
+    # A column that the recipe names has to be there.
+    if source.format != "text" and (TOOLS in source.columns or row.get(theirs) is not None):
+        wanted.append(TOOLS)
+    renamed = {}
+    for column in wanted:
+        name = source.columns.get(column, column)
+        if name not in row:
+            raise DataError(
+                f"{where} has no column {name!r}, only {', '.join(sorted(row)) or 'an empty object'}",
+                hint=f"format {source.format} needs {' and '.join(COLUMNS[source.format])}; "
+                "`columns` says what the file calls them",
+            )
+        renamed[column] = row[name]
+    return renamed

@@ -3,6 +3,7 @@
 recipe.yaml     the recipe with every default, origins.json where each value came from
 run.json        status, step and figures; replaced as a whole
 metrics.jsonl   one line for every optimiser step and evaluation
+on_policy.jsonl one line for every answer that the student gave while it trained
 checkpoints/    to resume from
 export/         the student, as a model directory
 report.md       what came out, with curve.png
@@ -48,11 +49,29 @@ def check_available(path: Path, *, overwrite: bool) -> None:
 
 
 class RunDirectory:
-    """The directory of a run by this process; every file in it is replaced as a whole or only grows."""
+    """The directory of a run by this process; every file in it is replaced as a whole or only grows.
 
-    def __init__(self, status: RunStatus, recipe: Recipe) -> None:
+    Of several processes one writes; the others follow, and keep what they would write to themselves.
+    """
+
+    def __init__(self, status: RunStatus, recipe: Recipe, *, follows: bool = False) -> None:
         self.status = status
         self.recipe = recipe
+        self._follows = follows
+
+    @classmethod
+    def follow(cls, path: Path, recipe: Recipe) -> "RunDirectory":
+        """The run that another process claimed.
+
+        Raises:
+            UsageError: there is none.
+        """
+        return cls(read_run(path), recipe, follows=True)
+
+    def refresh(self) -> None:
+        """Take over what the process that is followed has recorded."""
+        if self._follows:
+            self.status = read_run(self.path)
 
     @classmethod
     def create(
@@ -125,18 +144,26 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def on_policy(self) -> Path:
+        return self.path / "on_policy.jsonl"
+
+    @property
     def export(self) -> Path:
         return self.path / "export"
 
     def update(self, **changes: Any) -> None:
         """Change fields of the status and replace run.json."""
         self.status = replace(self.status, **changes)
+        if self._follows:
+            return
         values = self.status.as_dict()
         values["export"] = None if self.status.export is None else self.status.export.name
         write_text(self.path / "run.json", json.dumps(values, indent=2) + "\n")
 
     def record(self, event: TrainStep | Evaluated) -> None:
         """Add a line to metrics.jsonl and bring run.json up to date."""
+        if self._follows:
+            return
         kind = "train" if isinstance(event, TrainStep) else "eval"
         path = self.path / "metrics.jsonl"
         with writing(path), path.open("a", encoding="utf-8") as file:
@@ -156,6 +183,8 @@ class RunDirectory:
 
     def rewind(self, step: int) -> None:
         """Forget the metrics of steps after `step`, which a resumed run makes again."""
+        if self._follows:
+            return
         kept = [record for record in self._metric_records() if record["step"] <= step]
         metrics = {_metric_name(record["kind"], record["step"]): _without_kind(record) for record in kept}
         write_text(self.path / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))

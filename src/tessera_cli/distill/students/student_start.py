@@ -70,13 +70,12 @@ def random_decoder(config: ModelConfig, *, seed: int) -> Decoder:
 
 
 def _calibration_batches(inputs: RunInputs) -> list[TrainBatch]:
-    documents = inputs.train.documents
-    micro_batches = (micro_batch for step in inputs.steps.steps() for micro_batch in step)
+    micro_batches = (micro_batch for step in inputs.step_documents() for micro_batch in step)
     batches: list[TrainBatch] = []
     num_tokens = 0
     for micro_batch in micro_batches:
         if num_tokens >= CALIBRATION_TOKENS:
             break
-        batches.append(build_batch(documents[i] for row in micro_batch for i in row))
+        batches.append(build_batch(micro_batch))
         num_tokens += len(batches[-1].input_ids)
     return batches

@@ -7,7 +7,7 @@ from typing import Any
 
 from tessera_cli.distill.evaluation.evaluate import held_out_batches
 from tessera_cli.distill.events import Listener, Note, StageStarted
-from tessera_cli.distill.inputs import read_inputs
+from tessera_cli.distill.generation.teacher_answers import read_answered_inputs
 from tessera_cli.distill.teacher_cache.build import open_caches
 from tessera_cli.distill.teacher_cache.figures import CacheFigures
 from tessera_cli.distill.teacher_cache.keys import batch_documents
@@ -45,7 +45,7 @@ def cache_recipe(
     """
     device = select_device(device)
     listener(StageStarted("prepare"))
-    inputs = read_inputs(recipe, home=home, offline=offline, notify=lambda text: listener(Note(text)))
+    inputs = read_answered_inputs(recipe, home=home, offline=offline, device=device, listener=listener)
     for note in inputs.notes:
         listener(Note(note))
     dtype = select_dtype(recipe.teacher.dtype, inputs.teacher.config.dtype, device)

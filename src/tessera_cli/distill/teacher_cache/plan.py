@@ -94,12 +94,7 @@ def plan_caches(
     if vocab_size != inputs.teacher.config.vocab_size:  # cut before the softmax
         common["vocabulary rows"] = str(vocab_size)
     codec, described = _codec(recipe)
-    documents = inputs.train.documents
-    micro_batches = (
-        tuple(documents[i] for row in micro_batch for i in row)
-        for step in inputs.steps.steps()
-        for micro_batch in step
-    )
+    micro_batches = (tuple(micro_batch) for step in inputs.step_documents() for micro_batch in step)
     packing = f"rows of {recipe.data.max_seq_len}{'' if recipe.data.packing else ', not packed'}"
     packing += f", {recipe.train.micro_batch_size} in a micro-batch"
     train = common | described

@@ -1,0 +1,1 @@
+"""What teacher and student write for training, in the serving engine."""

@@ -1,0 +1,175 @@
+"""The student's own answers, which replace those of the documents (GKD, arXiv 2306.13649).
+
+A step is on-policy with a probability, drawn from the seed and its number alone. In such a step every
+document that has a prompt becomes this prompt with the student's answer to it, and the loss is that of the
+answer's tokens. The engine that answers reads the trainer's own weights: nothing is copied or loaded, and
+answers follow what was trained a moment ago.
+"""
+
+import time
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+
+from tessera_cli.distill.data.document import Document
+from tessera_cli.distill.events import Listener, StudentAnswers
+from tessera_cli.distill.generation.answer_log import AnswerLog, LoggedAnswer
+from tessera_cli.distill.generation.answers import AnswerRequest, AnswerTokens, draw_answers
+from tessera_cli.distill.inputs import RunInputs, StepDocuments
+from tessera_cli.engine.config import EngineConfig
+from tessera_cli.engine.engine import Engine
+from tessera_cli.errors import RunError
+from tessera_cli.models.decoder import Decoder
+from tessera_cli.models.tokenizer import Tokenizer
+from tessera_cli.recipe.sampling_section import OnPolicySection
+
+Window = list[tuple[int, StepDocuments]]
+"""Steps by their numbers, from 1."""
+Place = tuple[int, int]
+"""A step, and a document's place in it."""
+
+
+def is_on_policy(step: int, section: OnPolicySection, seed: int) -> bool:
+    """Whether step `step`, from 1, trains on the student's answers."""
+    return bool(np.random.default_rng([seed, section.seed, step]).random() < section.fraction)
+
+
+def count_on_policy_steps(num_steps: int, section: OnPolicySection, seed: int) -> int:
+    """How many of a run's steps train on the student's answers."""
+    return sum(is_on_policy(step, section, seed) for step in range(1, num_steps + 1))
+
+
+def pool_blocks(section: OnPolicySection, max_seq_len: int) -> int:
+    """KV blocks of the student's engine, the null block included: all that its answers can ever hold."""
+    return 1 + section.max_num_seqs * -(-max_seq_len // EngineConfig.block_size)
+
+
+class OnPolicyDocuments:
+    """The documents of a run, with the student's answers where they are due.
+
+    Args:
+        inputs: the run.
+        section: its recipe's `data.on_policy`.
+        student: the module that is trained; its weights are read where they lie.
+        log: what the student answered so far.
+        listener: told of every window's answers.
+    """
+
+    def __init__(
+        self,
+        inputs: RunInputs,
+        section: OnPolicySection,
+        student: Decoder,
+        log: AnswerLog,
+        listener: Listener,
+    ) -> None:
+        self._inputs, self._section, self._student = inputs, section, student
+        self._log, self._listener = log, listener
+        self._tokenizer: Tokenizer = inputs.teacher.tokenizer
+        max_seq_len = inputs.recipe.data.max_seq_len
+        self.engine = Engine(
+            student,
+            EngineConfig(
+                num_blocks=pool_blocks(section, max_seq_len),
+                max_model_len=max_seq_len,
+                max_num_seqs=section.max_num_seqs,
+            ),
+        )
+
+    def steps(self, start: int) -> Iterator[StepDocuments]:
+        """The documents of every step after the first `start`.
+
+        A window's answers are drawn when its first step is asked for. A run that begins inside a window finds
+        them in the log, where they are from when the weights were those of the window's beginning.
+        """
+        every = self._section.every
+        first = start - start % every
+        self._log.rewind(first if start == first else first + every)
+        numbered = enumerate(self._inputs.step_documents(first), start=first + 1)
+        while window := list(islice(numbered, every)):
+            due = self._due(window)
+            answers = self._logged(due) if window[0][0] <= start else self._answer(due)
+            for step, documents in window:
+                if step > start:
+                    yield _replaced(step, documents, answers)
+
+    def _due(self, window: Window) -> dict[Place, list[int]]:
+        """The prompts that the student answers for `window`."""
+        return {
+            (step, place): document.token_ids[: document.num_prompt_tokens].tolist()
+            for step, documents in window
+            if is_on_policy(step, self._section, self._inputs.recipe.seed)
+            for place, document in enumerate(_flat(documents))
+            if document.num_prompt_tokens
+        }
+
+    def _logged(self, due: dict[Place, list[int]]) -> dict[Place, LoggedAnswer]:
+        answers = self._log.read()
+        if missing := due.keys() - answers.keys():
+            step, place = min(missing)
+            raise RunError(
+                f"{self._log.path} lacks the answer to prompt {place} of step {step}",
+                hint="restore the file, or start the run anew with --overwrite",
+            )
+        return {place: answers[place] for place in due}
+
+    def _answer(self, due: dict[Place, list[int]]) -> dict[Place, LoggedAnswer]:
+        """Let the student answer, and log it."""
+        started = time.perf_counter()
+        requests = [AnswerRequest(place, prompt, self._seed(*place)) for place, prompt in due.items()]
+        was_training = self._student.training
+        self._student.eval()
+        # Whatever it computed before, it computed with other weights.
+        self.engine.reset_prefix_cache()
+        try:
+            drawn = [self._logged_form(one) for one in draw_answers(self.engine, requests, self._section)]
+        finally:
+            self._student.train(was_training)
+        answers = sorted(drawn, key=lambda answer: (answer.step, answer.place))
+        if answers:
+            self._log.append(answers)
+            self._listener(
+                StudentAnswers(
+                    step=answers[0].step,
+                    num_answers=len(answers),
+                    num_tokens=sum(len(answer.token_ids) for answer in answers),
+                    num_cut=sum(answer.finish_reason == "length" for answer in answers),
+                    seconds=time.perf_counter() - started,
+                )
+            )
+        return {(answer.step, answer.place): answer for answer in answers}
+
+    def _logged_form(self, drawn: AnswerTokens[Place]) -> LoggedAnswer:
+        step, place = drawn.request.key
+        return LoggedAnswer(
+            step=step,
+            place=place,
+            prompt=self._tokenizer.decode(drawn.request.prompt, skip_special_tokens=False),
+            answer=self._tokenizer.decode(drawn.token_ids),
+            token_ids=drawn.token_ids,
+            finish_reason=drawn.finish_reason,
+        )
+
+    def _seed(self, step: int, place: int) -> int:
+        """Of one answer: it depends on neither neighbours nor the split into micro-batches."""
+        sequence = np.random.SeedSequence([self._inputs.recipe.seed, self._section.seed, step, place])
+        return int(sequence.generate_state(1, np.uint64)[0] >> 1)
+
+
+def _replaced(step: int, documents: StepDocuments, answers: dict[Place, LoggedAnswer]) -> StepDocuments:
+    places = iter(range(sum(map(len, documents))))
+    return [
+        [_with_answer(document, answers.get((step, next(places)))) for document in micro_batch]
+        for micro_batch in documents
+    ]
+
+
+def _with_answer(document: Document, answer: LoggedAnswer | None) -> Document:
+    if answer is None:
+        return document
+    return Document.answered(document.token_ids[: document.num_prompt_tokens], answer.token_ids)
+
+
+def _flat(documents: StepDocuments) -> list[Document]:
+    return [document for micro_batch in documents for document in micro_batch]
