@@ -19,6 +19,7 @@ from tessera_cli.cli.default_command import DEFAULT
 from tessera_cli.cli.environment import env
 from tessera_cli.cli.generate import generate
 from tessera_cli.cli.output import Output
+from tessera_cli.cli.quantize import quantize
 from tessera_cli.cli.serve import serve
 from tessera_cli.cli.simulate import simulate
 from tessera_cli.cli.trace import trace
@@ -36,6 +37,7 @@ app.add_typer(distill.app, name="distill")
 app.command("generate")(generate)
 app.command("serve")(serve)
 app.command("bench")(bench)
+app.command("quantize")(quantize)
 app.command("simulate")(simulate)
 app.command("trace")(trace)
 app.command("env")(env)
@@ -160,7 +162,7 @@ def _help_page(arguments: Sequence[str]) -> str:
         return f"tessera distill {second if second in distill.COMMANDS else DEFAULT} --help"
     return (
         f"tessera {first} --help"
-        if first in ("generate", "serve", "bench", "simulate", "trace", "env")
+        if first in ("generate", "serve", "bench", "quantize", "simulate", "trace", "env")
         else "tessera --help"
     )
 

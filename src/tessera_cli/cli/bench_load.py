@@ -205,6 +205,7 @@ def describe(model: LoadedModel, load: Load, num_prompts: int, num_warmups: int)
         "config": {
             "model": str(model.path),
             "dtype": model.dtype,
+            "quantization": model.quantization,
             "attention_backend": model.attention_backend,
             "num_prompts": num_prompts,
             "num_warmups": num_warmups,

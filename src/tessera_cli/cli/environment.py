@@ -75,6 +75,7 @@ def environment(settings: Settings) -> dict[str, dict[str, Any]]:
             "accelerators": ", ".join(_accelerators()) or "none",
             "device": device,
             "attention backend": f"{backend} ({reason})",
+            "int8 weights": "compiled products" if backend == "cpu" else "products in plain PyTorch",
         },
         "files": {
             "cache": str(settings.home),

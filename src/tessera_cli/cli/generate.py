@@ -114,6 +114,7 @@ def generate(
     model_option: options.ModelOption = None,
     device: options.DeviceOption = "auto",
     dtype: options.DtypeOption = "auto",
+    quantization: options.QuantizationOption = "auto",
     max_model_len: options.MaxModelLenOption = None,
     block_size: options.BlockSizeOption = 16,
     kv_cache_dtype: options.KvCacheDtypeOption = "auto",

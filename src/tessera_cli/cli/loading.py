@@ -19,19 +19,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run, and what "auto" came to: its dtype and device as torch names them."""
+    """A model ready to run, and what "auto" came to; dtype and device are as torch names them."""
 
     name: str
     path: Path
     config: "CausalLMConfig"
     llm: "LLM"
     dtype: str
+    quantization: str
     device: str
     attention_backend: str
 
     def title(self, command: str) -> list[str]:
         """What the live table says runs."""
-        return [f"tessera {command}", self.name, f"{self.device} {self.dtype}"]
+        weights = "" if self.quantization == "none" else f" {self.quantization}"
+        return [f"tessera {command}", self.name, f"{self.device} {self.dtype}{weights}"]
 
     def peak_memory_bytes(self) -> int:
         """The most memory taken so far: of the device's allocator on CUDA, else of the process."""
@@ -61,20 +63,23 @@ def load_model(
     path = resolve_model(name, home=settings.home, offline=offline, notify=output.note)
 
     from tessera_cli.engine.sizing import select_device
-    from tessera_cli.models.loader import load_config, select_dtype
+    from tessera_cli.models.loader import load_config, select_dtype, select_quantization
     from tessera_cli.serving.llm import LLM
 
     device = select_device(engine.get("device", "auto"))
     config = load_config(path)
     dtype = str(select_dtype(engine.get("dtype", "auto"), config.dtype, device)).removeprefix("torch.")
-    output.note(f"model     {path}, {config.num_parameters / 1e6:,.1f} M parameters, {dtype} on {device}")
+    quantization = select_quantization(engine.get("quantization", "auto"), config, path)
+    weights = "" if quantization == "none" else f", {quantization} weights"
+    size = f"{config.num_parameters / 1e6:,.1f} M parameters"
+    output.note(f"model     {path}, {size}, {dtype} on {device}{weights}")
     llm = LLM(path, **engine | {"device": device, "dtype": dtype})
     backend, reason = llm.engine.attention_backend
     output.note(f"attention {backend}: {reason}")
     output.note(f"KV cache  {llm.engine.capacity}")
     for note in llm.engine.notes:
         output.note(f"note: {note}")
-    return LoadedModel(short_name(name), path, config, llm, dtype, device, backend)
+    return LoadedModel(short_name(name), path, config, llm, dtype, quantization, device, backend)
 
 
 @contextmanager

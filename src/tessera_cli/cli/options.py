@@ -79,6 +79,13 @@ DtypeOption = Annotated[
     str,
     typer.Option(metavar="auto|float32|bfloat16|float16", help="The weights' type."),
 ]
+QuantizationOption = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|none|int8",
+        help="Of the weights' matrices; int8 quantises while loading, auto is as the model has them.",
+    ),
+]
 MaxModelLenOption = Annotated[
     int | None,
     typer.Option(
@@ -162,6 +169,7 @@ LogIntervalOption = Annotated[
 ENGINE_OPTIONS = (
     "device",
     "dtype",
+    "quantization",
     "max_model_len",
     "block_size",
     "kv_cache_dtype",

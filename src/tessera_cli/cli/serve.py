@@ -93,6 +93,7 @@ def serve(
     model_option: options.ModelOption = None,
     device: options.DeviceOption = "auto",
     dtype: options.DtypeOption = "auto",
+    quantization: options.QuantizationOption = "auto",
     max_model_len: options.MaxModelLenOption = None,
     block_size: options.BlockSizeOption = 16,
     kv_cache_dtype: options.KvCacheDtypeOption = "auto",

@@ -1,0 +1,95 @@
+"""A model directory of int8 weights, made of one that is not quantised."""
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from tessera_cli.errors import ModelError, RunError, UsageError
+from tessera_cli.models.config import ModelConfig
+from tessera_cli.models.loader import load_int8_decoder, save_decoder, select_dtype
+from tessera_cli.models.quantization import refuse_quantised
+from tessera_cli.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Int8Checkpoint:
+    """What became of a checkpoint: where it is, and the bytes of both weight files."""
+
+    path: Path
+    source_bytes: int
+    int8_bytes: int
+
+
+def check_source(source: Path) -> None:
+    """See that `source` can be quantised.
+
+    Raises:
+        ModelError: it is not a native model, is quantised already, or has no tokenizer.
+    """
+    refuse_quantised(ModelConfig.from_dir(source).quantization, str(source))
+    Tokenizer.from_dir(source)
+
+
+def check_target(target: Path, source: Path, *, overwrite: bool) -> None:
+    """See that the int8 form of `source` may be written to the directory `target`.
+
+    Raises:
+        UsageError: it is a file, is not empty, or, to be overwritten, does not hold a quantised model.
+    """
+    if target.resolve() == source.resolve():
+        raise UsageError(f"{target} is the model itself", hint="write to another directory")
+    if target.exists() and not target.is_dir():
+        raise UsageError(f"{target} is not a directory")
+    if not target.exists() or not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise UsageError(f"{target} is not empty", hint="replace it with --overwrite")
+    # Only what is known to be a quantised model is ever deleted.
+    try:
+        is_int8 = ModelConfig.from_dir(target).quantization == "int8"
+    except ModelError:
+        is_int8 = False
+    if not is_int8:
+        raise UsageError(f"{target} holds something else than a quantised model", hint="write to another one")
+
+
+def write_int8_checkpoint(source: Path, target: Path, *, overwrite: bool) -> Int8Checkpoint:
+    """Quantise the model directory `source` into `target`, which appears whole or not at all.
+
+    Norms and biases keep the dtype that they are stored in.
+
+    Raises:
+        ModelError: as `check_source`, or the weights are broken.
+        UsageError: as `check_target`.
+        RunError: it could not be written.
+    """
+    check_source(source)
+    check_target(target, source, overwrite=overwrite)
+    stored = ModelConfig.from_dir(source).dtype
+    dtype = select_dtype(stored, stored, "cpu")
+    decoder = load_int8_decoder(source, dtype=dtype)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            made, replaced = work / "made", work / "replaced"
+            made.mkdir()
+            save_decoder(decoder, made, dtype=dtype)
+            Tokenizer.from_dir(source).save(made)
+            if target.exists():
+                target.rename(replaced)
+            made.rename(target)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"cannot write {target}: {error}", hint="free space, or write to another disk"
+        ) from error
+    return Int8Checkpoint(target, _weight_bytes(source), _weight_bytes(target))
+
+
+def _weight_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
