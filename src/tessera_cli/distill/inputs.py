@@ -126,7 +126,7 @@ def read_inputs(recipe: Recipe, *, home: Path, offline: bool, notify: Notify | N
 def find_teacher(recipe: Recipe, *, home: Path, offline: bool, notify: Notify | None = None) -> Teacher:
     """The recipe's teacher, with errors as `read_inputs`."""
     path = resolve_model(recipe.teacher.model, home=home, offline=offline, notify=notify)
-    teacher = Teacher(path, ModelConfig.from_dir(path), Tokenizer.from_dir(path))
+    teacher = Teacher(path, ModelConfig.unquantised(path), Tokenizer.from_dir(path))
     num_ids, num_rows = teacher.tokenizer.num_ids, teacher.config.vocab_size
     if num_ids > num_rows:
         raise ModelError(f"the tokenizer of {path} has {num_ids} ids, its model only {num_rows}")

@@ -82,6 +82,21 @@ class ModelConfig:
         return cls.from_hf(read_hf_config(path), where=str(path))
 
     @classmethod
+    def unquantised(cls, path: Path) -> "ModelConfig":
+        """As `from_dir`, for whoever trains weights or compares with them.
+
+        Raises:
+            ModelError: as `from_dir`, or the weights are quantised.
+        """
+        config = cls.from_dir(path)
+        if config.quantization != "none":
+            raise ModelError(
+                f"{path} is quantised to {config.quantization}, which is for serving only",
+                hint="take the model that it was made of",
+            )
+        return config
+
+    @classmethod
     def from_hf(cls, raw: dict[str, Any], *, where: str) -> "ModelConfig":
         """Translate the keys of a Hugging Face config; `where` names it in errors.
 

@@ -10,7 +10,6 @@ from safetensors import SafetensorError
 from tessera_cli.errors import ModelError, RunError, UsageError
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.loader import load_int8_decoder, save_decoder, select_dtype
-from tessera_cli.models.quantization import refuse_quantised
 from tessera_cli.models.tokenizer import Tokenizer
 
 
@@ -29,7 +28,7 @@ def check_source(source: Path) -> None:
     Raises:
         ModelError: it is not a native model, is quantised already, or has no tokenizer.
     """
-    refuse_quantised(ModelConfig.from_dir(source).quantization, str(source))
+    ModelConfig.unquantised(source)
     Tokenizer.from_dir(source)
 
 

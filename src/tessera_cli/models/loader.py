@@ -15,7 +15,7 @@ from tessera_cli.models.config import ModelConfig, read_hf_config
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.hf_families import FAMILIES
 from tessera_cli.models.linear_layers import tie_int8_head, use_int8_layers
-from tessera_cli.models.quantization import QUANTIZATIONS, Quantization, refuse_quantised
+from tessera_cli.models.quantization import QUANTIZATIONS, Quantization
 from tessera_cli.models.weight_files import StoredTensor, read_tensors
 
 
@@ -97,8 +97,7 @@ def load_decoder(path: Path, *, dtype: torch.dtype, device: torch.device | str =
     Raises:
         ModelError: weights are missing, unexpected, quantised or of another shape, or a file is damaged.
     """
-    config = ModelConfig.from_dir(path)
-    refuse_quantised(config.quantization, str(path))
+    config = ModelConfig.unquantised(path)
     decoder = Decoder(config, dtype=dtype, device="meta").to_empty(device=device)
     _fill(decoder, path, is_quantised=False)
     return decoder.eval()

@@ -40,19 +40,6 @@ def read_quantization(raw: dict[str, Any], where: str) -> Quantization:
     )
 
 
-def refuse_quantised(quantization: Quantization, where: str) -> None:
-    """Refuse int8 weights where weights are trained or compared with.
-
-    Raises:
-        ModelError: the checkpoint `where` is quantised.
-    """
-    if quantization != "none":
-        raise ModelError(
-            f"{where} is quantised to {quantization}, which is for serving only",
-            hint="take the model that it was made of",
-        )
-
-
 def _differences(block: dict[str, Any]) -> str:
     """The keys in which `block` is not `INT8_CONFIG`, as config.json has them."""
     keys = sorted(key for key in block.keys() | INT8_CONFIG.keys() if block.get(key) != INT8_CONFIG.get(key))

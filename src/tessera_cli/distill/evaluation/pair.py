@@ -50,7 +50,7 @@ def evaluate_pair(
     teacher_path, student_path = (
         resolve_model(model, home=home, offline=offline, notify=notify) for model in (teacher, student)
     )
-    configs = ModelConfig.from_dir(teacher_path), ModelConfig.from_dir(student_path)
+    configs = ModelConfig.unquantised(teacher_path), ModelConfig.unquantised(student_path)
     for path, config in zip((teacher_path, student_path), configs, strict=True):
         if config.max_position_embeddings < max_seq_len:
             raise UsageError(

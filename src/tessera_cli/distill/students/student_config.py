@@ -65,11 +65,11 @@ def student_shape(
     if section.init == "config":
         base = teacher
         if section.model is not None:
-            base = ModelConfig.from_dir(resolve_model(section.model, home=home, offline=offline))
+            base = ModelConfig.unquantised(resolve_model(section.model, home=home, offline=offline))
         return StudentShape(_resized(base, teacher, section), ())
     if section.init == "checkpoint" and section.model is not None:
         path = resolve_model(section.model, home=home, offline=offline, notify=notify)
-        config = ModelConfig.from_dir(path)
+        config = ModelConfig.unquantised(path)
         num_rows = common_rows(path, config, teacher, tokenizer)
         num_stored = None if num_rows == config.vocab_size == teacher.vocab_size else config.vocab_size
         return StudentShape(replace(config, vocab_size=num_rows), (), path, num_stored)

@@ -28,7 +28,7 @@ def load_layers(
     Raises:
         ModelError: as `load_decoder`.
     """
-    config = ModelConfig.from_dir(path).with_layers(layers)
+    config = ModelConfig.unquantised(path).with_layers(layers)
     with tempfile.TemporaryDirectory(prefix="tessera-") as directory:
         cut = Path(directory)
         (cut / "config.json").write_text(json.dumps(config.to_hf()), encoding="utf-8")
