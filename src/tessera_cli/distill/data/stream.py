@@ -42,6 +42,11 @@ class DocumentStream:
         self._row_numbers = array("q")
         self._digest = hashlib.sha256()
 
+    @property
+    def documents(self) -> tuple[Document, ...]:
+        """Those in memory: none."""
+        return ()
+
     def read_ahead(self) -> Iterator[int]:
         """The number of each document as it is read for the first time, from 0.
 
