@@ -8,6 +8,7 @@ import torch
 
 from tessera_cli.distill.data.corpus import Document, TrainBatch, build_batch
 from tessera_cli.distill.events import Listener
+from tessera_cli.distill.training.processes import Processes
 from tessera_cli.distill.training.trainer import Trainer
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.decoder import Decoder
@@ -85,7 +86,7 @@ def make_trainer(
         loss=LossSection(**(loss or {})),
         train=TrainSection(**{"max_steps": num_steps, **train}),
         num_steps=num_steps,
-        device="cpu",
+        processes=Processes("cpu"),
         listener=listener,
     )
 

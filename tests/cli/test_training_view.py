@@ -18,11 +18,17 @@ STEP = TrainStep(
     loss=2.5,
     kd_loss=2.25,
     ce_loss=None,
+    hidden_loss=None,
     learning_rate=3e-4,
     grad_norm=1.5,
     tokens_per_second=5321.4,
-    teacher_seconds=0.512,
+    supervised_tokens_per_second=2598.3,
     step_seconds=0.77,
+    teacher_seconds=0.212,
+    student_seconds=0.333,
+    loss_seconds=0.111,
+    padding_share=0.0625,
+    model_flops_utilisation=0.81,
     peak_memory_bytes=3 << 30,
 )
 EVALUATED = Evaluated(
@@ -66,7 +72,8 @@ def test_the_panel_has_every_figure_and_fits(width: int):
     text = view.render().plain
     assert max(map(len, text.split("\n"))) < min(width, 80)
     figures = ["train", "10%", "10/100", "ETA 01:09", "loss 2.5000", "kd 2.2500", "ce 1.1250", "lr 3.00e-04"]
-    figures += ["grad norm 1.50", "5,321 tokens/s", "teacher 512 of 770 ms", "peak 3.00 GiB", "step 10"]
+    figures += ["grad norm 1.50", "5,321 tokens/s", "supervised 2,598", "MFU 81%", "padding 6.2%"]
+    figures += ["770", "teacher 212", "student 333", "loss 111", "peak 3.00 GiB", "step 10"]
     figures += ["KL 1.2000 (start 3.4000)", "agreement 50.0%", "acceptance 28.1%", "runs/a/checkpoints/10"]
     for figure in figures:
         assert figure in text

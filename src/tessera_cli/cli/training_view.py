@@ -169,8 +169,16 @@ class TrainingView:
             "train": [*losses, f"lr {train.learning_rate:.2e}", f"grad norm {train.grad_norm:.2f}"],
             "speed": [
                 f"{train.tokens_per_second:,.0f} tokens/s",
-                f"teacher {train.teacher_seconds * 1000:,.0f} of {train.step_seconds * 1000:,.0f} ms",
+                f"supervised {train.supervised_tokens_per_second:,.0f}",
+                *_utilisation(train),
+                f"padding {train.padding_share:.1%}",
                 f"peak {train.peak_memory_bytes / 2**30:.2f} GiB",
+            ],
+            "ms/step": [
+                f"{train.step_seconds * 1000:,.0f}",
+                f"teacher {train.teacher_seconds * 1000:,.0f}",
+                f"student {train.student_seconds * 1000:,.0f}",
+                f"loss {train.loss_seconds * 1000:,.0f}",
             ],
             "tokens": [f"{train.tokens:,}", f"supervised {train.supervised_tokens:,}"],
         }
@@ -184,6 +192,11 @@ class TrainingView:
             f"acceptance {last.acceptance:.1%}",
             f"step {last.step}",
         ]
+
+
+def _utilisation(train: TrainStep) -> list[str]:
+    share = train.model_flops_utilisation
+    return [] if share is None else [f"MFU {share:.0%}"]
 
 
 def event_line(event: Event) -> str:
@@ -201,8 +214,11 @@ def event_line(event: Event) -> str:
                 grad_norm=f"{event.grad_norm:.3f}",
                 tokens=event.tokens,
                 tokens_per_second=f"{event.tokens_per_second:.0f}",
-                teacher_ms=f"{event.teacher_seconds * 1000:.0f}",
                 step_ms=f"{event.step_seconds * 1000:.0f}",
+                teacher_ms=f"{event.teacher_seconds * 1000:.0f}",
+                student_ms=f"{event.student_seconds * 1000:.0f}",
+                loss_ms=f"{event.loss_seconds * 1000:.0f}",
+                mfu=None if (mfu := event.model_flops_utilisation) is None else f"{mfu:.3f}",
                 peak_memory_gib=f"{event.peak_memory_bytes / 2**30:.2f}",
             )
         case Evaluated():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class StageStarted:
-    """A stage of the run begins: prepare, train, evaluate, export or report."""
+    """A stage of the run begins: prepare, answer, train, evaluate, export or report."""
 
     name: str
 
@@ -16,9 +16,12 @@ class StageStarted:
 class TrainStep:
     """One optimiser step.
 
-    Losses are nats per supervised token, `hidden_loss` is without its weight; times are seconds; `tokens`
-    counts what passed through the student since the start of the run, `supervised_tokens` those of them that
-    carry a target.
+    Losses are nats per supervised token, `hidden_loss` is without its weight; `tokens` counts what passed
+    through the student since the start of the run, `supervised_tokens` those of them that carry a target.
+
+    Of `step_seconds` the teacher, the student (both ways) and the loss have parts, in the main process; the
+    rest is the optimiser. `padding_share` is that of the slots in attention, the one place with padding;
+    `model_flops_utilisation` is the part of the devices' arithmetic that the step needed (`StepMeter.stop`).
     """
 
     step: int
@@ -28,13 +31,18 @@ class TrainStep:
     loss: float
     kd_loss: float
     ce_loss: float | None
+    hidden_loss: float | None
     learning_rate: float
     grad_norm: float
     tokens_per_second: float
-    teacher_seconds: float
+    supervised_tokens_per_second: float
     step_seconds: float
+    teacher_seconds: float
+    student_seconds: float
+    loss_seconds: float
+    padding_share: float
+    model_flops_utilisation: float | None
     peak_memory_bytes: int
-    hidden_loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,20 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
+class StudentAnswers:
+    """The student has answered the prompts of on-policy steps, `step` the first of them.
+
+    `num_tokens` are those of the answers, `num_cut` the answers that reached their limit.
+    """
+
+    step: int
+    num_answers: int
+    num_tokens: int
+    num_cut: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class CheckpointSaved:
     """A checkpoint is complete on disk."""
 
@@ -72,5 +94,5 @@ class Note:
     text: str
 
 
-Event = StageStarted | TrainStep | Evaluated | CheckpointSaved | Note
+Event = StageStarted | TrainStep | Evaluated | StudentAnswers | CheckpointSaved | Note
 Listener = Callable[[Event], None]

@@ -9,7 +9,8 @@ from typing import Any
 
 from tessera_cli.distill.evaluation.run_report import write_report
 from tessera_cli.distill.events import Evaluated, Event, Listener, Note, StageStarted, TrainStep
-from tessera_cli.distill.inputs import RunInputs, read_inputs
+from tessera_cli.distill.generation.teacher_answers import read_answered_inputs
+from tessera_cli.distill.inputs import RunInputs
 from tessera_cli.distill.runs.run_directory import (
     RunDirectory,
     check_available,
@@ -17,8 +18,16 @@ from tessera_cli.distill.runs.run_directory import (
     writing,
 )
 from tessera_cli.distill.runs.run_models import check_caches, prepare_models
-from tessera_cli.distill.training.checkpoint import latest_checkpoint, load_checkpoint
+from tessera_cli.distill.training.checkpoint import (
+    TrainerState,
+    checkpoint_path,
+    latest_checkpoint,
+    load_checkpoint,
+)
 from tessera_cli.distill.training.loop import train
+from tessera_cli.distill.training.lora import add_adapters, check_peft, merge_adapters
+from tessera_cli.distill.training.processes import Processes
+from tessera_cli.distill.training.tracked import flat_config, tracked_values
 from tessera_cli.distill.training.trainer import Trainer
 from tessera_cli.engine.sizing import select_device
 from tessera_cli.errors import RunError, UsageError
@@ -66,41 +75,64 @@ def run_recipe(
     """
     if resume and overwrite:
         raise UsageError("--resume and --overwrite exclude each other", hint="give one of them")
-    if resume:
-        check_resumable(run_dir, recipe.recipe)
-    else:
-        check_available(run_dir, overwrite=overwrite)
+    train_section = recipe.recipe.train
+    if train_section.lora is not None:
+        check_peft()
     device = select_device(device)
+    processes = Processes(device, trackers=train_section.trackers, run_dir=run_dir)
+    processes.check(recipe.recipe)
+    # The others may have named it a second later.
+    run_dir = processes.agree(run_dir)
+    if not processes.is_main:
+        listener = _told_by_the_main_process
+    if processes.is_main and resume:
+        check_resumable(run_dir, recipe.recipe)
+    elif processes.is_main:
+        check_available(run_dir, overwrite=overwrite)
     listener(StageStarted("prepare"))
-    inputs = read_inputs(recipe.recipe, home=home, offline=offline, notify=lambda text: listener(Note(text)))
-    for note in inputs.notes:
-        listener(Note(note))
-    fingerprints = inputs.fingerprints()
-    check_caches(inputs, fingerprints, device=device, home=home)
-    if resume:
-        run = RunDirectory.reopen(run_dir, recipe, fingerprints=fingerprints)
-    else:
-        run = RunDirectory.create(
-            run_dir,
-            recipe,
-            num_steps=inputs.steps.num_steps,
-            fingerprints=fingerprints,
-            overwrite=overwrite,
+    with processes.main_first():
+        inputs = read_answered_inputs(
+            recipe.recipe, home=home, offline=offline, device=device, listener=listener
         )
+        for note in inputs.notes:
+            listener(Note(note))
+        fingerprints = inputs.fingerprints()
+        check_caches(inputs, fingerprints, device=device, home=home)
+        if not processes.is_main:
+            run = RunDirectory.follow(run_dir, recipe.recipe)
+        elif resume:
+            run = RunDirectory.reopen(run_dir, recipe, fingerprints=fingerprints)
+        else:
+            run = RunDirectory.create(
+                run_dir,
+                recipe,
+                num_steps=inputs.steps.num_steps,
+                fingerprints=fingerprints,
+                overwrite=overwrite,
+            )
     with _outcome_recorded(run):
-        return _run_stages(run, inputs, listener, device, home)
+        return _run_stages(run, inputs, processes, listener, device, home)
+
+
+def _told_by_the_main_process(event: Event) -> None:
+    """The listener of every other process."""
 
 
 def _run_stages(
-    run: RunDirectory, inputs: RunInputs, listener: Listener, device: str, home: Path
+    run: RunDirectory, inputs: RunInputs, processes: Processes, listener: Listener, device: str, home: Path
 ) -> RunResult:
     recipe = inputs.recipe
-    models = prepare_models(run, inputs, device=device, home=home, listener=listener)
+    with processes.main_first():
+        run.refresh()
+        models = prepare_models(run, inputs, device=device, home=home, listener=listener)
     student = models.student
+    if recipe.train.lora is not None:
+        add_adapters(student, recipe.train.lora, seed=recipe.seed)
 
     def record(event: Event) -> None:
         if isinstance(event, TrainStep | Evaluated):
             run.record(event)
+            processes.log(tracked_values(event), event.step)
         listener(event)
 
     trainer = Trainer(
@@ -109,25 +141,36 @@ def _run_stages(
         loss=recipe.loss,
         train=recipe.train,
         num_steps=inputs.steps.num_steps,
-        device=device,
+        processes=processes,
         listener=record,
+        seed=recipe.seed,
     )
-    _restore(run, trainer, listener)
-    train(run, inputs, trainer, student, models.evaluator, record)
+    with processes.main_first():
+        _restore(run, trainer, listener)
+    with processes.tracking(run.path.name, flat_config(recipe), from_step=trainer.step + 1):
+        end = train(run, inputs, trainer, student, models.evaluator, processes, record)
+    num_steps, num_tokens = trainer.step, trainer.tokens
 
+    if end.step != trainer.step:
+        trainer.load_state_dict(_load(run, checkpoint_path(run.checkpoints, end.step)))
+    with trainer.measured_weights():
+        exported = processes.whole_decoder(student)
     listener(StageStarted("export"))
-    _export(run, student, inputs)
-    listener(StageStarted("report"))
-    write_report(run, inputs, models.load_teacher(), device)
-    start, *_, end = (*run.metrics()[1],)
-    run.update(status="finished")
+    if processes.is_main:
+        if recipe.train.lora is not None:
+            merge_adapters(exported)
+        _export(run, exported, inputs)
+        listener(StageStarted("report"))
+        write_report(run, inputs, models.load_teacher(), device)
+        run.update(status="finished")
+    processes.wait()
     return RunResult(
         run_dir=run.path,
         export=run.export,
         report=run.path / "report.md",
-        num_steps=trainer.step,
-        num_tokens=trainer.tokens,
-        start=start,
+        num_steps=num_steps,
+        num_tokens=num_tokens,
+        start=run.metrics()[1][0],
         end=end,
     )
 
@@ -136,9 +179,13 @@ def _restore(run: RunDirectory, trainer: Trainer, listener: Listener) -> None:
     """Take the trainer to the latest checkpoint, if there is one, and the run's records back to it."""
     checkpoint = latest_checkpoint(run.checkpoints)
     if checkpoint is not None:
-        trainer.load_state_dict(load_checkpoint(checkpoint, fingerprints=run.status.fingerprints))
+        trainer.load_state_dict(_load(run, checkpoint))
         listener(Note(f"resumed from {checkpoint}"))
     run.rewind(trainer.step)
+
+
+def _load(run: RunDirectory, checkpoint: Path) -> TrainerState:
+    return load_checkpoint(checkpoint, fingerprints=run.status.fingerprints)
 
 
 def _export(run: RunDirectory, student: Decoder, inputs: RunInputs) -> None:

@@ -31,6 +31,9 @@ class PackedAttention:
         layers: what attention is in each layer; `Decoder.attention_layers`.
         device: where the queries, keys and values will be.
 
+    Attributes:
+        num_slots: tokens and padding that a layer attends over.
+
     Raises:
         ValueError: `cu_seqlens` does not start at 0 or does not increase.
     """
@@ -51,13 +54,13 @@ class PackedAttention:
 
         first_slot = [0] * len(lengths)
         self._groups: list[_Group] = []
-        self._num_slots = 0
+        self.num_slots = 0
         for documents in by_width.values():
             width = max(lengths[document] for document in documents)
             for row, document in enumerate(documents):
-                first_slot[document] = self._num_slots + row * width
+                first_slot[document] = self.num_slots + row * width
             self._groups.append(_Group(len(documents), width))
-            self._num_slots += len(documents) * width
+            self.num_slots += len(documents) * width
 
         shift = torch.tensor([slot - start for slot, start in zip(first_slot, cu_seqlens, strict=False)])
         packed = torch.arange(cu_seqlens[-1])
@@ -87,7 +90,7 @@ class PackedAttention:
 
     def _pad(self, tensor: Tensor) -> Tensor:
         # Zeros, not repeated tokens: a NaN of one document can not reach another one through its padding.
-        slots = tensor.new_zeros(self._num_slots, *tensor.shape[1:])
+        slots = tensor.new_zeros(self.num_slots, *tensor.shape[1:])
         return slots.index_copy(0, self._slots, tensor)
 
 

@@ -2,7 +2,8 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, StrictBool, field_validator, model_validator
+from pydantic_core.core_schema import ValidationInfo
 
 from tessera_cli.recipe.section import (
     NonNegativeFloat,
@@ -12,6 +13,28 @@ from tessera_cli.recipe.section import (
     Section,
     problem,
 )
+
+
+class LoraSection(Section):
+    """Low-rank adapters (arXiv 2106.09685) on the layers' products: W + alpha / r x B A."""
+
+    r: PositiveInt = 16
+    """Their rank."""
+    alpha: PositiveInt = 32
+    """Scales them, divided by r."""
+    dropout: Annotated[float, Field(ge=0, lt=1), Number] = 0.0
+    """The share of an adapter's inputs that is set to zero in training."""
+    target_modules: list[Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]] = Field(
+        default=["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    )
+    """Which products get one; queries, keys and values are one product, and so are gate and up."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _some_modules(cls, value: list[str]) -> list[str]:
+        if not value or len(set(value)) < len(value):
+            raise problem("expected one or more modules, each once")
+        return value
 
 
 class TrainSection(Section):
@@ -37,10 +60,46 @@ class TrainSection(Section):
     """AdamW's, on matrices only."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """The type of the student's arithmetic; its master weights are float32."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The type of the student's arithmetic; its master weights are float32. With float16 the loss is scaled,
+    and a step whose gradients overflow is left out."""
     loss_chunk_tokens: PositiveInt = 256
     """Supervised tokens whose logits are in memory at once."""
+    gradient_checkpointing: StrictBool = False
+    """Compute each layer again in the backward pass instead of keeping what it computed: less memory."""
+    compile: StrictBool = False
+    """Compile the student's layers with torch.compile, at the first step."""
+    data_parallel: Literal["ddp", "fsdp2"] = "ddp"
+    """How several processes hold the student: whole in each, or sharded over all of them."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1), Number] | None = None
+    """Measure and export the weights' exponential moving average, of which each step keeps this share."""
+    early_stop_patience: PositiveInt | None = None
+    """Stop after this many evaluations without a new lowest held-out KL."""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(default=[])
+    """Where figures go besides metrics.jsonl."""
+    lora: LoraSection | None = None
+    """Train low-rank adapters instead of the weights; they are merged into the exported student."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _different_trackers(cls, value: list[str]) -> list[str]:
+        if len(set(value)) < len(value):
+            raise problem("names a tracker twice")
+        return value
+
+    @field_validator("lora")
+    @classmethod
+    def _whole_adapters(cls, value: LoraSection | None, info: ValidationInfo) -> LoraSection | None:
+        if value is not None and info.data.get("data_parallel") == "fsdp2":
+            raise problem("`data_parallel: fsdp2` shards whole weights only, adapters need ddp")
+        return value
+
+    @field_validator("data_parallel")
+    @classmethod
+    def _shardable(cls, value: str, info: ValidationInfo) -> str:
+        if value == "fsdp2" and info.data.get("dtype") == "float16":
+            raise problem("fsdp2 does not go with `dtype: float16`, only with bfloat16 and float32")
+        return value
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

@@ -112,7 +112,7 @@ def test_a_step_measures_supervised_tokens_whatever_the_split(kind: str) -> None
         assert figures is not None
         assert figures.hidden_loss == pytest.approx((total / count).item(), rel=1e-4)
         assert figures.loss == pytest.approx(figures.kd_loss + 0.5 * figures.hidden_loss, rel=1e-5)
-        return {name: p.grad for name, p in trainer._parameters.items()}
+        return {name: p.grad for name, p in trainer.parameters.items()}
 
     whole = gradients([build_batch(documents)])
     assert {name for name in whole if name.startswith("hidden.")} == {
@@ -152,7 +152,7 @@ def test_the_projection_is_trained_and_resumed_to_the_bit(stop: int, tmp_path: P
         first.train_step(step)
     path = save_checkpoint(tmp_path, first.state_dict(), fingerprints={}, keep=1)
     with torch.no_grad():
-        for parameter in resumed._parameters.values():
+        for parameter in resumed.parameters.values():
             parameter.fill_(0.5)  # nothing but the checkpoint may count
     resumed.load_state_dict(load_checkpoint(path, fingerprints={}))
     for step in steps[stop:]:

@@ -19,7 +19,27 @@ from tessera_cli.recipe.schema import Recipe
 
 
 def train_step(step: int, loss: float) -> TrainStep:
-    return TrainStep(step, 3, step * 100, step * 60, loss, loss, None, 1e-3, 1.0, 50.0, 0.1, 2.0, 10**9)
+    return TrainStep(
+        step=step,
+        num_steps=3,
+        tokens=step * 100,
+        supervised_tokens=step * 60,
+        loss=loss,
+        kd_loss=loss,
+        ce_loss=None,
+        hidden_loss=None,
+        learning_rate=1e-3,
+        grad_norm=1.0,
+        tokens_per_second=50.0,
+        supervised_tokens_per_second=30.0,
+        step_seconds=2.0,
+        teacher_seconds=0.4,
+        student_seconds=1.0,
+        loss_seconds=0.5,
+        padding_share=0.05,
+        model_flops_utilisation=0.5,
+        peak_memory_bytes=10**9,
+    )
 
 
 def evaluated(step: int, kl: float) -> Evaluated:

@@ -1,7 +1,6 @@
 import math
 from typing import Any
 
-import accelerate
 import pytest
 import torch
 from torch import Tensor
@@ -187,12 +186,6 @@ def test_accelerate_is_not_steered_from_the_environment(monkeypatch: pytest.Monk
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     make_trainer(steered, make_decoder(1)).train_step(step)
     assert_same_bits(copy_weights(steered), copy_weights(plain))
-
-
-def test_more_than_one_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerate.Accelerator, "num_processes", property(lambda self: 2))
-    with pytest.raises(UsageError, match="one process for now, this is one of 2"):
-        make_trainer(make_decoder(2), make_decoder(1))
 
 
 def test_bfloat16_changes_the_arithmetic_but_not_the_master_weights() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tessera_cli.distill.data.corpus import TrainBatch
 from tessera_cli.distill.teacher_cache.codec import Codec
+from tessera_cli.distill.teacher_cache.hidden import HiddenCodec
 from tessera_cli.distill.teacher_cache.keys import batch_keys
 from tessera_cli.distill.teacher_cache.layout import CacheDirectory, ShardRecord
 from tessera_cli.distill.teacher_cache.targets import Targets
@@ -42,6 +43,11 @@ class CacheReader:
             shard, keys = _open_shard(directory.shard(record.index), record)
             self._shards.append(shard)
             self._places |= {key: (number, row) for row, key in enumerate(keys)}
+
+    @property
+    def keeps_hidden(self) -> bool:
+        """Whether the teacher's head is multiplied with what is kept."""
+        return isinstance(self._codec, HiddenCodec)
 
     def holds(self, keys: Iterable[bytes]) -> bool:
         """Whether every document of `keys` is there."""

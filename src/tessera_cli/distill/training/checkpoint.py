@@ -8,9 +8,9 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 from safetensors import SafetensorError
@@ -21,6 +21,7 @@ from tessera_cli.errors import RunError, UsageError
 
 STUDENT_FILE = "student.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
+AVERAGE_FILE = "average.safetensors"
 STATE_FILE = "state.json"
 
 _NAME = re.compile(r"step-(\d{6,})")
@@ -28,13 +29,20 @@ _UNFINISHED = ".unfinished-"
 _REMOVED = ".removed-"
 
 
+class LossScale(NamedTuple):
+    """What a float16 loss is multiplied by, and the steps since it last changed."""
+
+    scale: float
+    good_steps: int
+
+
 @dataclass(frozen=True)
 class TrainerState:
     """All that the next step depends on, apart from the data.
 
-    `student` maps parameter names to float32 weights, those of a loss of hidden states under `hidden.`,
-    `optimizer` "parameter name/key" to AdamW's tensors; `tokens` and `supervised_tokens` are counted since
-    the start of the run.
+    `student` maps the names of trained parameters to float32 weights, those of a loss of hidden states under
+    `hidden.`, `optimizer` "parameter name/key" to AdamW's tensors, `average` the names to the weights' moving
+    average, where there is one; `tokens` and `supervised_tokens` are counted since the start of the run.
     """
 
     step: int
@@ -42,6 +50,13 @@ class TrainerState:
     supervised_tokens: int
     student: dict[str, Tensor]
     optimizer: dict[str, Tensor]
+    average: dict[str, Tensor] = field(default_factory=dict)
+    loss_scale: LossScale | None = None
+
+    @property
+    def measured(self) -> dict[str, Tensor]:
+        """The weights to measure and export."""
+        return self.average or self.student
 
 
 class _Manifest(BaseModel):
@@ -49,24 +64,31 @@ class _Manifest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    format: Literal["tessera-checkpoint-1"] = "tessera-checkpoint-1"
+    format: Literal["tessera-checkpoint-2"] = "tessera-checkpoint-2"
     step: NonNegativeInt
     tokens: NonNegativeInt
     supervised_tokens: NonNegativeInt
+    loss_scale: tuple[float, int] | None
     fingerprints: dict[str, str]
     file_bytes: dict[str, NonNegativeInt]
 
 
 def save_checkpoint(
-    directory: Path, state: TrainerState, *, fingerprints: Mapping[str, str], keep: int
+    directory: Path,
+    state: TrainerState,
+    *,
+    fingerprints: Mapping[str, str],
+    keep: int,
+    best_step: int | None = None,
 ) -> Path:
-    """Write `directory/step-NNNNNN`, then remove all but the newest `keep` checkpoints.
+    """Write `directory/step-NNNNNN`, then remove all but the newest `keep` checkpoints and the best.
 
     Args:
         directory: the run's checkpoints; only one process writes to it.
         state: what to save.
         fingerprints: name -> hash of what a resumed run must share, such as recipe, data and teacher.
         keep: checkpoints to keep, at least 1.
+        best_step: the step of the one that is kept besides.
 
     Returns:
         The checkpoint's directory.
@@ -76,7 +98,8 @@ def save_checkpoint(
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
-    target = directory / f"step-{state.step:06d}"
+    target = checkpoint_path(directory, state.step)
+    best = None if best_step is None else checkpoint_path(directory, best_step)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(directory)
@@ -90,13 +113,19 @@ def save_checkpoint(
             shutil.rmtree(unfinished, ignore_errors=True)
         _sync(directory)
         for old in _checkpoints(directory)[:-keep]:
-            _remove(old)
+            if old != best:
+                _remove(old)
     except (OSError, SafetensorError) as error:
         raise RunError(
             f"checkpoint {target} could not be written: {error}",
             hint="make room on the disk, then use --resume",
         ) from error
     return target
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is or would be."""
+    return directory / f"step-{step:06d}"
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
@@ -125,18 +154,29 @@ def load_checkpoint(path: Path, *, fingerprints: Mapping[str, str]) -> TrainerSt
             f"{path} can not be resumed: {', '.join(changed)} changed since it was written",
             hint="undo the change, or start a new run",
         )
+    files = (STUDENT_FILE, OPTIMIZER_FILE, AVERAGE_FILE)
     try:
-        student, optimizer = load_file(path / STUDENT_FILE), load_file(path / OPTIMIZER_FILE)
+        tensors = {name: load_file(path / name) for name in files if name in manifest.file_bytes}
     except (OSError, SafetensorError) as error:
         raise UsageError(
             f"{path} can not be read: {error}", hint="resume from another one, or start anew"
         ) from error
-    return TrainerState(manifest.step, manifest.tokens, manifest.supervised_tokens, student, optimizer)
+    return TrainerState(
+        step=manifest.step,
+        tokens=manifest.tokens,
+        supervised_tokens=manifest.supervised_tokens,
+        student=tensors[STUDENT_FILE],
+        optimizer=tensors[OPTIMIZER_FILE],
+        average=tensors.get(AVERAGE_FILE, {}),
+        loss_scale=None if manifest.loss_scale is None else LossScale(*manifest.loss_scale),
+    )
 
 
 def _write(path: Path, state: TrainerState, fingerprints: Mapping[str, str]) -> None:
     path.mkdir()
     tensors = {STUDENT_FILE: state.student, OPTIMIZER_FILE: state.optimizer}
+    if state.average:
+        tensors[AVERAGE_FILE] = state.average
     for name, content in tensors.items():
         save_file({key: tensor.detach().contiguous() for key, tensor in content.items()}, path / name)
         _sync(path / name)
@@ -144,6 +184,7 @@ def _write(path: Path, state: TrainerState, fingerprints: Mapping[str, str]) -> 
         step=state.step,
         tokens=state.tokens,
         supervised_tokens=state.supervised_tokens,
+        loss_scale=state.loss_scale,
         fingerprints=dict(fingerprints),
         file_bytes={name: (path / name).stat().st_size for name in tensors},
     )
@@ -161,8 +202,7 @@ def _read_manifest(path: Path) -> _Manifest | None:
         manifest = _Manifest.model_validate_json((path / STATE_FILE).read_bytes())
     except ValidationError:
         return None
-    files = {file: path / file for file in (STUDENT_FILE, OPTIMIZER_FILE)}
-    sizes = {file: where.stat().st_size for file, where in files.items() if where.is_file()}
+    sizes = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
     whole = manifest.step == int(name[1]) and manifest.file_bytes == sizes
     return manifest if whole else None
 

@@ -15,11 +15,15 @@ class DeferredInterrupt:
 
     Args:
         on_deferred: called, inside the signal handler, when a Ctrl-C has to wait.
+        agree: asked at the end of each step with whether this process was interrupted; whether any was. With
+            it Ctrl-C waits outside of steps too: processes that meet in a step have to leave after the same.
     """
 
-    def __init__(self, on_deferred: Callable[[], None]) -> None:
+    def __init__(
+        self, on_deferred: Callable[[], None], *, agree: Callable[[bool], bool] | None = None
+    ) -> None:
         self.forced = False
-        self._on_deferred = on_deferred
+        self._on_deferred, self._agree = on_deferred, agree
         self._in_step = self._pending = False
 
     @contextmanager
@@ -42,11 +46,11 @@ class DeferredInterrupt:
             yield
         finally:
             self._in_step = False
-        if self._pending:
+        if self._pending if self._agree is None else self._agree(self._pending):
             raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._in_step:
+        if not self._in_step and self._agree is None:
             raise KeyboardInterrupt
         if self._pending:
             self.forced = True

@@ -1,16 +1,22 @@
 """The training stage: every step of the plan, with the evaluations and checkpoints that fall due."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from tessera_cli.distill.data.corpus import TrainBatch, build_batch
+from tessera_cli.distill.data.corpus import Corpus, TrainBatch, build_batch
+from tessera_cli.distill.data.document import Document
 from tessera_cli.distill.evaluation.evaluate import Evaluator
-from tessera_cli.distill.events import CheckpointSaved, Listener, Note, StageStarted
+from tessera_cli.distill.events import CheckpointSaved, Evaluated, Listener, Note, StageStarted
+from tessera_cli.distill.generation.answer_log import AnswerLog
+from tessera_cli.distill.generation.on_policy import OnPolicyDocuments
 from tessera_cli.distill.inputs import RunInputs
 from tessera_cli.distill.runs.run_directory import RunDirectory
-from tessera_cli.distill.training.checkpoint import latest_checkpoint, save_checkpoint
+from tessera_cli.distill.training.checkpoint import checkpoint_path, latest_checkpoint, save_checkpoint
 from tessera_cli.distill.training.interrupt import DeferredInterrupt
-from tessera_cli.distill.training.trainer import Trainer
+from tessera_cli.distill.training.processes import Processes
+from tessera_cli.distill.training.trainer import DivergedError, Trainer
+from tessera_cli.errors import RunError
 from tessera_cli.models.decoder import Decoder
 
 
@@ -20,27 +26,35 @@ def train(
     trainer: Trainer,
     student: Decoder,
     evaluator: Evaluator,
+    processes: Processes,
     listener: Listener,
-) -> None:
+) -> Evaluated:
     """Take the trainer from where it is to the last step, measured before, on the way and after.
 
     On Ctrl-C the last complete step is saved before KeyboardInterrupt goes on.
+
+    Returns:
+        The figures of the weights to export: of the last step, or of the best checkpoint.
     """
-    due = _Due(run, trainer, student, evaluator, listener)
+    recipe = inputs.recipe
+    due = _Due(run, trainer, student, evaluator, processes, listener)
     ctrl_c = DeferredInterrupt(
-        lambda: listener(Note("stopping after this step; Ctrl-C again stops at once and loses it"))
+        lambda: listener(Note("stopping after this step; Ctrl-C again stops at once and loses it")),
+        agree=processes.any if processes.count > 1 else None,
     )
     with ctrl_c.installed():
         try:
             if trainer.step == 0:
                 due.evaluation("evaluate")
             listener(StageStarted("train"))
-            for micro_batches in _batches(inputs, trainer.step):
-                with ctrl_c.step():
-                    trainer.train_step(micro_batches)
-                if trainer.step % inputs.recipe.eval.every == 0:
+            for documents, batches in _batches(run, inputs, student, trainer.step, listener):
+                if due.stop_early():
+                    break
+                with ctrl_c.step(), _told_what_diverged(inputs, documents, due):
+                    trainer.train_step(batches)
+                if trainer.step % recipe.eval.every == 0:
                     due.evaluation()
-                if trainer.step % inputs.recipe.checkpoint.every == 0:
+                if trainer.step % recipe.checkpoint.every == 0:
                     due.checkpoint()
             due.checkpoint()
             due.evaluation("evaluate")
@@ -48,43 +62,107 @@ def train(
             if trainer.step > 0 and not ctrl_c.forced:
                 due.checkpoint()
             raise
+    return due.best if recipe.export.weights == "best" else due.evaluations[-1]
 
 
-def _batches(inputs: RunInputs, start: int) -> Iterator[list[TrainBatch]]:
-    documents = inputs.train.documents
-    for step in inputs.steps.steps(start):
-        yield [build_batch(documents[i] for row in micro_batch for i in row) for micro_batch in step]
+def _batches(
+    run: RunDirectory, inputs: RunInputs, student: Decoder, start: int, listener: Listener
+) -> Iterator[tuple[list[list[Document]], list[TrainBatch]]]:
+    section = inputs.recipe.data.on_policy
+    if section is None:
+        steps = inputs.step_documents(start)
+    else:
+        log = AnswerLog(run.on_policy)
+        steps = OnPolicyDocuments(inputs, section, student, log, listener).steps(start)
+    for documents in steps:
+        yield documents, [build_batch(micro_batch) for micro_batch in documents]
+
+
+@contextmanager
+def _told_what_diverged(
+    inputs: RunInputs, documents: Sequence[Sequence[Document]], due: "_Due"
+) -> Iterator[None]:
+    """Name the documents of a step that diverged, and what is left of the run."""
+    try:
+        yield
+    except DivergedError as error:
+        corpus = inputs.train.documents if isinstance(inputs.train, Corpus) else ()
+        numbers = {id(document): number for number, document in enumerate(corpus)}
+        # Without targets they had no part in it, and are not counted.
+        counted = [row for row in documents if any(document.supervised.any() for document in row)]
+        blamed = [document for batch in error.micro_batches for document in counted[batch]]
+        known = [str(numbers[id(document)]) for document in blamed if id(document) in numbers]
+        what = f"documents {', '.join(known)} of data.train" if known else f"{len(blamed)} documents"
+        saved = f"the last checkpoint is {due.saved}" if due.saved else "there is no checkpoint"
+        raise RunError(f"{error.message}, on {what}; {saved}", hint=error.hint) from error
 
 
 class _Due:
-    """What falls due at the trainer's step, done once for each step."""
+    """What falls due at the trainer's step, done once for each step.
+
+    Attributes:
+        evaluations: all figures of the run.
+        saved: the newest checkpoint.
+    """
 
     def __init__(
-        self, run: RunDirectory, trainer: Trainer, student: Decoder, evaluator: Evaluator, listener: Listener
+        self,
+        run: RunDirectory,
+        trainer: Trainer,
+        student: Decoder,
+        evaluator: Evaluator,
+        processes: Processes,
+        listener: Listener,
     ) -> None:
         self._run, self._trainer, self._student = run, trainer, student
-        self._evaluator, self._listener = evaluator, listener
-        self._evaluated = {evaluation.step for evaluation in run.metrics()[1]}
-        self._saved: Path | None = latest_checkpoint(run.checkpoints)
+        self._evaluator, self._processes, self._listener = evaluator, processes, listener
+        self.evaluations = run.metrics()[1]
+        self.saved: Path | None = latest_checkpoint(run.checkpoints)
+
+    @property
+    def best(self) -> Evaluated:
+        """The first evaluation of trained weights with the lowest KL."""
+        trained = [evaluation for evaluation in self.evaluations if evaluation.step]
+        return min(trained or self.evaluations, key=lambda evaluation: evaluation.kl)
 
     def evaluation(self, stage: str | None = None) -> None:
         step = self._trainer.step
-        if step in self._evaluated:
+        if any(evaluation.step == step for evaluation in self.evaluations):
             return
         if stage is not None:
             self._listener(StageStarted(stage))
-        self._listener(self._evaluator.evaluate(self._student, step=step))
-        self._evaluated.add(step)
+        with self._trainer.measured_weights():
+            figures = self._evaluator.evaluate(self._student, step=step)
+        # One figure for all: processes that rounded differently would part ways over it.
+        self.evaluations.append(self._processes.agree(figures))
+        self._listener(self.evaluations[-1])
+        if step and self._run.recipe.export.weights == "best" and self.best.step == step:
+            self.checkpoint()
+
+    def stop_early(self) -> bool:
+        """Whether the recipe's patience is at an end; tells it."""
+        patience = self._run.recipe.train.early_stop_patience
+        since = sum(evaluation.step > self.best.step for evaluation in self.evaluations)
+        if patience is None or since < patience:
+            return False
+        self._listener(
+            Note(f"stopped early: held-out KL is lowest at step {self.best.step}, {since} evaluations ago")
+        )
+        return True
 
     def checkpoint(self) -> None:
         step = self._trainer.step
-        directory = self._run.checkpoints
-        if self._saved == directory / f"step-{step:06d}":
+        directory, recipe = self._run.checkpoints, self._run.recipe
+        if self.saved == checkpoint_path(directory, step):
             return
-        self._saved = save_checkpoint(
-            directory,
-            self._trainer.state_dict(),
-            fingerprints=self._run.status.fingerprints,
-            keep=self._run.recipe.checkpoint.keep,
-        )
-        self._listener(CheckpointSaved(step, self._saved))
+        state = self._trainer.state_dict()
+        self.saved = checkpoint_path(directory, step)
+        if self._processes.is_main:
+            save_checkpoint(
+                directory,
+                state,
+                fingerprints=self._run.status.fingerprints,
+                keep=recipe.checkpoint.keep,
+                best_step=self.best.step if recipe.export.weights == "best" else None,
+            )
+        self._listener(CheckpointSaved(step, self.saved))

@@ -1,5 +1,6 @@
 """Where a trainer gets the teacher's side of the loss: from the teacher itself, or from a cache."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -9,6 +10,7 @@ from tessera_cli.distill.data.corpus import TrainBatch
 from tessera_cli.distill.students.student import forward_batch
 from tessera_cli.distill.teacher_cache.reader import CacheReader
 from tessera_cli.distill.teacher_cache.targets import HiddenTargets, Targets
+from tessera_cli.distill.training.throughput import forward_flops
 from tessera_cli.models.decoder import Decoder
 
 
@@ -23,6 +25,10 @@ class TeacherSide(Protocol):
 
     def targets(self, batch: TrainBatch) -> Targets:
         """The teacher's side of the loss of `batch`."""
+        ...
+
+    def flops(self, batches: Sequence[TrainBatch]) -> int:
+        """Floating-point operations that the teacher's side of the loss of `batches` needs."""
         ...
 
 
@@ -45,6 +51,10 @@ class OnlineTeacher:
         hidden = forward_batch(self._teacher, batch)
         return HiddenTargets(hidden.index_select(0, batch.target_index.to(hidden.device)), self._head)
 
+    def flops(self, batches: Sequence[TrainBatch]) -> int:
+        """See `TeacherSide.flops`."""
+        return forward_flops(self._teacher.config, batches)
+
 
 class CachedTeacher:
     """Reads a cache; of the teacher itself only its head (`[vocab, hidden]`) is in memory."""
@@ -60,3 +70,9 @@ class CachedTeacher:
     def targets(self, batch: TrainBatch) -> Targets:
         """See `TeacherSide.targets`."""
         return self._reader.targets(batch, self._head)
+
+    def flops(self, batches: Sequence[TrainBatch]) -> int:
+        """See `TeacherSide.flops`: the head's, where hidden states are kept."""
+        if not self._reader.keeps_hidden:
+            return 0
+        return 2 * self._head.numel() * sum(len(batch.target_ids) for batch in batches)

@@ -1,24 +1,24 @@
 """The optimiser steps of a run: teacher forward, student forward and loss, backward, AdamW."""
 
 import math
-import resource
-import sys
-import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor
 
 from tessera_cli.distill.events import Listener, Note, TrainStep
 from tessera_cli.distill.losses.hidden import hidden_loss, layer_outputs
 from tessera_cli.distill.losses.student_loss import PackedBatch, StepSums, StudentLoss
 from tessera_cli.distill.training.checkpoint import TrainerState
-from tessera_cli.distill.training.optimizer import adamw, learning_rate
+from tessera_cli.distill.training.optimizer import StudentOptimizer
+from tessera_cli.distill.training.processes import Processes, Share
 from tessera_cli.distill.training.teacher_side import CachedTeacher, OnlineTeacher, TeacherSide
+from tessera_cli.distill.training.throughput import StepMeter
 from tessera_cli.errors import ModelError, RunError, UsageError
 from tessera_cli.recipe.schema import LossSection
 from tessera_cli.recipe.train_section import TrainSection
@@ -28,24 +28,37 @@ if TYPE_CHECKING:
     from tessera_cli.models.decoder import Decoder
 
 
+class DivergedError(RunError):
+    """Loss or gradient of a step are not finite; `micro_batches` are those whose loss is to blame."""
+
+    def __init__(self, message: str, micro_batches: Sequence[int]) -> None:
+        super().__init__(message, hint="lower train.learning_rate and start a new run")
+        self.micro_batches = micro_batches
+
+
 class Trainer:
     """Trains `student` towards `teacher`, one optimiser step at a time.
 
     The loss of a step is the sum over the supervised tokens of all its micro-batches, divided by their
-    number: how the rows are split into micro-batches changes nothing.
+    number: how the rows are split into micro-batches, and these over processes, changes nothing.
 
     Args:
-        student: float32 master weights, trained in place.
+        student: float32 master weights, trained in place; those that need no gradient stay.
         teacher: in its own dtype, put in eval mode and frozen; or a cache of what it says.
         loss: the recipe's loss.
         train: the recipe's optimisation.
         num_steps: optimiser steps of the whole run, the length of the learning rate's schedule.
-        device: "cpu" or "cuda"; both models are moved there.
+        processes: who trains; both models are moved to their device.
         listener: told of every step.
+        seed: decides, with a step's and a micro-batch's number, what dropout leaves out.
+
+    Attributes:
+        step: steps taken.
+        tokens: those that passed through the student, `supervised_tokens` those that were targets.
+        parameters: what is trained, by name: the student's own, and under `hidden.` what its loss adds.
 
     Raises:
         ModelError: the two vocabularies differ.
-        UsageError: more than one process, or a device that is not there.
     """
 
     def __init__(
@@ -56,8 +69,9 @@ class Trainer:
         loss: LossSection,
         train: TrainSection,
         num_steps: int,
-        device: str,
+        processes: Processes,
         listener: Listener,
+        seed: int = 0,
     ) -> None:
         side: TeacherSide = teacher if isinstance(teacher, CachedTeacher) else OnlineTeacher(teacher)
         student_vocab, teacher_vocab = student.head_weight.shape[0], side.vocab_size
@@ -74,30 +88,40 @@ class Trainer:
         self.tokens = 0
         self.supervised_tokens = 0
         self._loss, self._train, self._num_steps, self._listener = loss, train, num_steps, listener
-
-        self._accelerator = _single_process_accelerator(device)
-        self._device = self._accelerator.device
+        self._processes, self._device, self._seed = processes, processes.device, seed
         self._teacher = side
         self._teacher.to(self._device)
-        student.to(self._device).train()
+        self._student = student.to(self._device).eval()  # but for its steps
         self._decoder = None if isinstance(teacher, CachedTeacher) else teacher
         self._hidden = hidden_loss(loss.hidden, student, self._decoder)
+        dtype = compute_dtype(train.dtype, self._device)
+        self._meter = StepMeter(
+            student.config, dtype=dtype, device=self._device, num_processes=processes.count
+        )
         module = StudentLoss(
-            student, self._hidden, loss=loss, train=train, dtype=_compute_dtype(train.dtype, self._device)
+            student,
+            self._hidden,
+            loss=loss,
+            chunk_tokens=train.loss_chunk_tokens,
+            dtype=dtype,
+            measured=partial(self._meter.phase, "loss"),
         ).to(self._device)
-        self._parameters = module.trained_parameters()
-        self._adamw = adamw(module, train)
-        self._module, self._optimizer = self._accelerator.prepare(module, self._adamw)
+        self._module = processes.wrap(module, train)
+        self.parameters = module.trained_parameters()
+        self._optimizer = StudentOptimizer(
+            self.parameters, train, num_steps=num_steps, dtype=dtype, device=self._device
+        )
 
     def train_step(self, micro_batches: "Sequence[TrainBatch]") -> TrainStep | None:
         """One optimiser step over `micro_batches`; tells the listener what it returns.
 
         Returns:
-            The step's figures, or None for a step without a supervised token: it counts as a step, changes no
-            weight, and the listener gets a note.
+            The step's figures, or None for a step that counts and changes no weight: one without a supervised
+            token, or one whose gradients overflow float16. The listener gets a note.
 
         Raises:
-            RunError: loss or gradient are not finite (the weights are as before the step), or out of memory.
+            DivergedError: loss or gradient are not finite; the weights are as before the step.
+            RunError: out of memory.
         """
         if self.step == self._num_steps:
             raise ValueError(f"the run has {self._num_steps} steps and all are done")
@@ -113,80 +137,73 @@ class Trainer:
                 f"out of memory at step {self.step + 1}",
                 hint="lower train.micro_batch_size and raise train.gradient_accumulation_steps as much",
             ) from error
-        self._listener(figures)
+        self._listener(figures or Note(f"step {self.step} overflowed float16 and was left out"))
         return figures
 
     def state_dict(self) -> TrainerState:
-        """What `load_state_dict` needs to go on as if nothing had happened; its tensors are the live ones."""
-        weights: dict[str, Tensor] = {**self._parameters}
-        optimizer = {
-            f"{name}/{key}": value
-            for name, parameter in self._parameters.items()
-            for key, value in self._adamw.state[parameter].items()
-        }
-        return TrainerState(self.step, self.tokens, self.supervised_tokens, weights, optimizer)
+        """What `load_state_dict` needs to go on as if nothing had happened; see `StudentOptimizer.state`."""
+        return self._optimizer.state(
+            step=self.step, tokens=self.tokens, supervised_tokens=self.supervised_tokens
+        )
 
-    @torch.no_grad()
     def load_state_dict(self, state: TrainerState) -> None:
         """Go on from `state`.
 
         Raises:
             UsageError: it belongs to another student or to a longer run.
         """
-        shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        if shapes != {name: tensor.shape for name, tensor in state.student.items()}:
-            raise UsageError("the checkpoint is of a student of another shape", hint="start a new run")
         if state.step > self._num_steps:
             raise UsageError(
                 f"the checkpoint is at step {state.step} of a run of {self._num_steps}", hint="train longer"
             )
-        for name, parameter in self._parameters.items():
-            parameter.copy_(state.student[name])
-        self._adamw.state.clear()
-        for full_name, tensor in state.optimizer.items():
-            name, key = full_name.rsplit("/", 1)
-            self._adamw.state[self._parameters[name]][key] = tensor.to(self._device, copy=True)
+        self._optimizer.load(state)
         self.step, self.tokens, self.supervised_tokens = state.step, state.tokens, state.supervised_tokens
 
-    def _optimise(self, batches: "Sequence[TrainBatch]") -> TrainStep:
-        start = self._now()
-        tokens = sum(len(batch.input_ids) for batch in batches)
-        supervised = sum(len(batch.target_ids) for batch in batches)
-        totals = torch.zeros(len(StepSums._fields), device=self._device)
-        teacher_seconds = 0.0
-        self._optimizer.zero_grad()
-        for batch in batches:
-            packed = PackedBatch(batch, self._device)
-            teacher_start = self._now()
-            with self._teacher_outputs(packed) as teacher_outputs:
-                targets = self._teacher.targets(batch)
-            teacher_seconds += self._now() - teacher_start
-            sums: StepSums = self._module(packed, targets, teacher_outputs)
-            self._accelerator.backward(sums.loss / supervised)
-            totals += torch.stack([value.detach() for value in sums])
-        grad_norm = self._accelerator.clip_grad_norm_(self._module.parameters(), self._train.max_grad_norm)
-        loss, kd, ce, hidden, norm = torch.cat([totals / supervised, grad_norm.reshape(1)]).tolist()
-        rate = self._apply(loss, norm)
+    def measured_weights(self) -> AbstractContextManager[None]:
+        """In here the student's weights are those to measure and export: the average, where there is one."""
+        average = self._optimizer.average
+        return nullcontext() if average is None else average.in_place()
 
-        self.tokens += tokens
+    def _optimise(self, batches: "Sequence[TrainBatch]") -> TrainStep | None:
+        self._meter.start()
+        self._student.train()
+        supervised = sum(len(batch.target_ids) for batch in batches)
+        # What each micro-batch adds, and in the last column the slots that its attention took.
+        totals = torch.zeros(len(batches), len(StepSums._fields) + 1, device=self._device)
+        self._optimizer.zero_grad()
+        share = self._processes.deal(batches)
+        for part in share:
+            weight = self._processes.count / supervised if part.counts else 0.0
+            sums, num_slots = self._accumulate(part, weight, complete=part is share[-1])
+            if part.counts:
+                totals[part.number] = torch.stack([*sums, sums.loss.new_tensor(num_slots)])
+        self._student.eval()
+        totals = self._processes.sum(totals).double()
+        norm = self._optimizer.clip()
+        *sums_of_step, num_slots = totals.sum(0).tolist()
+        losses = {
+            name: value / supervised for name, value in zip(StepSums._fields, sums_of_step, strict=True)
+        }
+        self._check(losses["loss"], norm, totals[:, 0].tolist())
+        rate = self._optimizer.step(self.step + 1)
+        self.step += 1
+        self.tokens += sum(len(batch.input_ids) for batch in batches)
         self.supervised_tokens += supervised
-        seconds = self._now() - start
-        return TrainStep(
-            step=self.step,
-            num_steps=self._num_steps,
-            tokens=self.tokens,
-            supervised_tokens=self.supervised_tokens,
-            loss=loss,
-            kd_loss=kd,
-            ce_loss=ce if self._loss.ce_weight else None,
-            learning_rate=rate,
-            grad_norm=norm,
-            tokens_per_second=tokens / seconds,
-            teacher_seconds=teacher_seconds,
-            step_seconds=seconds,
-            peak_memory_bytes=_peak_memory_bytes(self._device),
-            hidden_loss=None if self._hidden is None else hidden,
-        )
+        return self._figures(losses, rate, norm, batches, num_slots) if math.isfinite(norm) else None
+
+    def _accumulate(self, part: Share, weight: float, *, complete: bool) -> tuple[StepSums, int]:
+        """Add the gradients of a micro-batch; its sums, and the slots of its attention."""
+        packed = PackedBatch(part.batch, self._student.attention_layers, self._device)
+        with self._meter.phase("teacher"), self._teacher_outputs(packed) as teacher_outputs:
+            targets = self._teacher.targets(part.batch)
+        with (
+            self._meter.phase("student"),
+            self._seeded(part.number),
+            self._processes.gradients(self._module, complete=complete),
+        ):
+            sums: StepSums = self._module(packed, targets, teacher_outputs)
+            self._optimizer.backward(sums.loss * weight)
+        return StepSums(*(value.detach() for value in sums)), packed.attention.num_slots
 
     def _teacher_outputs(self, packed: PackedBatch) -> AbstractContextManager[list[Tensor]]:
         """The teacher's outputs that the loss of hidden states asks for, once the teacher has run in it."""
@@ -194,55 +211,50 @@ class Trainer:
             return nullcontext([])
         return layer_outputs(self._decoder, self._hidden.teacher_layers, packed.target_index)
 
-    def _apply(self, loss: float, grad_norm: float) -> float:
-        """Move the weights by the gradients at hand; the learning rate used."""
-        step = self.step + 1
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise RunError(
-                f"diverged at step {step}: loss {loss}, gradient norm {grad_norm}",
-                hint="lower train.learning_rate and start a new run",
-            )
-        rate = learning_rate(step, self._num_steps, self._train)
-        for group in self._adamw.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        self.step = step
-        return rate
+    @contextmanager
+    def _seeded(self, micro_batch: int) -> Iterator[None]:
+        """Random numbers in here depend on seed, step and micro-batch: on no step before, and no process."""
+        (seed,) = np.random.SeedSequence([self._seed, self.step, micro_batch]).generate_state(1, np.uint64)
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            torch.manual_seed(int(seed) >> 1)
+            yield
 
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-
-def _single_process_accelerator(device: str) -> Accelerator:
-    # The plugin, unlike the plain argument, can not be overridden by accelerate's environment variables.
-    accelerator = Accelerator(
-        cpu=device == "cpu",
-        mixed_precision="no",
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-    )
-    if accelerator.num_processes > 1:
-        raise UsageError(
-            f"training runs in one process for now, this is one of {accelerator.num_processes}",
-            hint="start `tessera distill` itself, not through a launcher",
+    def _check(self, loss: float, grad_norm: float, losses: Sequence[float]) -> None:
+        """Stop before a step that would destroy the weights."""
+        if math.isfinite(loss) and (math.isfinite(grad_norm) or self._optimizer.may_overflow):
+            return
+        to_blame = [number for number, value in enumerate(losses) if not math.isfinite(value)]
+        raise DivergedError(
+            f"diverged at step {self.step + 1}: loss {loss}, gradient norm {grad_norm}",
+            to_blame or range(len(losses)),
         )
-    if accelerator.device.type != torch.device(device).type:
-        raise UsageError(
-            f"device {device} is not available, only {accelerator.device}", hint="use another device"
+
+    def _figures(
+        self,
+        losses: Mapping[str, float],
+        rate: float,
+        norm: float,
+        batches: "Sequence[TrainBatch]",
+        num_slots: float,
+    ) -> TrainStep:
+        speed = self._meter.stop(batches, num_slots, teacher_flops=self._teacher.flops(batches))
+        return TrainStep(
+            step=self.step,
+            num_steps=self._num_steps,
+            tokens=self.tokens,
+            supervised_tokens=self.supervised_tokens,
+            loss=losses["loss"],
+            kd_loss=losses["kd"],
+            ce_loss=losses["ce"] if self._loss.ce_weight else None,
+            hidden_loss=None if self._hidden is None else losses["hidden"],
+            learning_rate=rate,
+            grad_norm=norm,
+            **asdict(speed),
         )
-    return accelerator
 
 
-def _compute_dtype(name: str, device: torch.device) -> torch.dtype:
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The type of `train.dtype`; "auto" is bfloat16 on a GPU and float32 on a CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-
-
-def _peak_memory_bytes(device: torch.device) -> int:
-    """The most that the device's allocator has held, or on the CPU the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
