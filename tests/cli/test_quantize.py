@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.families import write_family
 
 from tessera_cli.cli.app import run
+from tessera_cli.cli.loading import LoadedModel
 from tessera_cli.errors import ExitCode
 
 ENGINE = ["--num-blocks", "128", "--max-num-seqs", "8", "--device", "cpu"]
@@ -78,7 +80,9 @@ def test_the_quantisation_is_named_where_the_dtype_is(int8_dir: Path, capsys: Ca
     shown = capsys.readouterr()
     assert json.loads(shown.out)["config"]["quantization"] == "int8"
     assert "float32 on cpu, int8 weights" in shown.err
-    assert "cpu float32 int8" in shown.err
+    config: Any = None
+    model = LoadedModel("student", int8_dir, config, config, "float32", "int8", "cpu", "cpu")
+    assert model.title("bench") == ["tessera bench", "student", "cpu float32 int8"]
 
 
 @pytest.mark.parametrize(
@@ -99,9 +103,7 @@ def test_the_quantisation_is_named_where_the_dtype_is(int8_dir: Path, capsys: Ca
         (["quantize", "{plain}", "{new}", "--eval", "{documents}"], "has no column 'messages'"),
         (["quantize", "{new}", "{new}2"], "no such model"),
     ],
-    ids=lambda value: (
-        "-".join(value[2:]).replace("{", "").replace("}", "") if isinstance(value, list) else ""
-    ),
+    ids=lambda value: " ".join(value).replace("{", "").replace("}", "") if isinstance(value, list) else "-",
 )
 def test_what_cannot_be_done_is_told_before_anything_is_written(
     arguments: list[str],

@@ -1,4 +1,4 @@
-"""An engine of int8 weights keeps the engine's promises: who runs beside a request changes none of its tokens."""
+"""An engine of int8 weights keeps the engine's promises: a request's tokens are its own business."""
 
 from collections.abc import Mapping
 from functools import partial

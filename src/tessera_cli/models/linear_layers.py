@@ -80,15 +80,20 @@ class QuantisedEmbedding(nn.Module):
 
 
 class ProductLinear(nn.Module):
-    """A linear layer by a product, which is float32 inside whatever dtype comes in and goes out."""
+    """A linear layer by a product, which is float32 inside whatever dtype comes in and goes out.
+
+    Attributes:
+        product: x Wᵀ.
+        bias: [outputs], or None.
+    """
 
     def __init__(self, product: Product, bias: nn.Parameter | None) -> None:
         super().__init__()
-        self._product = product
+        self.product = product
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self._product(x.float().contiguous()).to(x.dtype)
+        out = self.product(x.float().contiguous()).to(x.dtype)
         return out if self.bias is None else out.add_(self.bias)
 
 
