@@ -68,6 +68,7 @@ bench-engine: setup
 
 bench-kernels: setup
 	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python -m benchmarks.linear
 
 bench-serve: setup
 	$(BIN)/python -m benchmarks.serve_overhead

@@ -20,7 +20,6 @@ from tessera_cli.kernels.backend import AttentionMetadata
 from tessera_cli.kernels.cpu import CpuAttention
 from tessera_cli.kernels.cpu_library import CpuLibrary, load_library
 from tessera_cli.kernels.cpu_operators import CpuOperators
-from tessera_cli.kernels.int8_linear import Int8Linear, Int8Weight
 from tessera_cli.kernels.reference import ReferenceAttention
 from tessera_cli.models.layers import RMSNorm
 from tessera_cli.models.operators import TorchOperators
@@ -194,20 +193,6 @@ def _operator_pairs(compiled: CpuOperators, tokens: int) -> Sequence[tuple[str, 
     )
 
 
-def linear(seconds: float, library: CpuLibrary) -> None:
-    for outputs, inputs in ((2 * _INNER, _HIDDEN), (_HIDDEN, _INNER)):
-        weights = [torch.randn(outputs, inputs) for _ in range(12)]
-        packed = [Int8Linear(library, Int8Weight.quantise(weight)) for weight in weights]
-        for tokens in (1, 4, 16, 64, 256):
-            ours, theirs = _linear_runs(torch.randn(tokens, inputs), packed, weights)
-            best, plain = lowest(seconds / 3, ours, theirs)
-            tell(f"int8 linear {inputs} to {outputs}, {tokens} tokens: over float32", plain / best, best)
-
-
-def _linear_runs(x: Tensor, packed: list[Int8Linear], weights: list[Tensor]) -> tuple[Run, Run]:
-    return lambda i: packed[i % len(packed)](x), lambda i: F.linear(x, weights[i % len(weights)])
-
-
 def tell(name: str, ratio: float, seconds: float, goal: str = "", more: str = "") -> None:
     print(f"{name:64} {ratio:6.2f}  {goal:7} {seconds * 1e3:9.3f} ms  {more}", flush=True)
 
@@ -218,9 +203,7 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1.5, help="for each side of a ratio")
-    parser.add_argument(
-        "only", nargs="*", help="decode, bandwidth, prefill, operators, linear; all by default"
-    )
+    parser.add_argument("only", nargs="*", help="decode, bandwidth, prefill, operators; all by default")
     arguments = parser.parse_args()
     library = load_library()
     if not isinstance(library, CpuLibrary):
@@ -233,7 +216,6 @@ def main() -> None:
         "bandwidth": lambda: bandwidth(arguments.seconds, library),
         "prefill": lambda: prefill(arguments.seconds),
         "operators": lambda: operators(arguments.seconds, library),
-        "linear": lambda: linear(arguments.seconds, library),
     }
     with torch.inference_mode():
         for name in arguments.only or parts:

@@ -22,10 +22,20 @@ _SIGNATURES = {
     "tessera_add_rms_norm": (*(_POINTER,) * 4, _LONG, _INT, ctypes.c_float, _INT, _INT),
     "tessera_rotate": (*(_POINTER,) * 3, *(_LONG,) * 2, *(_INT,) * 4),
     "tessera_silu_and_mul": (*(_POINTER,) * 2, _LONG, _INT, _INT, _INT),
-    "tessera_int8_pack": (*(_POINTER,) * 2, _LONG, _LONG),
-    "tessera_int8_linear": (*(_POINTER,) * 4, *(_LONG,) * 3, _INT),
+    "tessera_panel_columns": (),
+    "tessera_float32_pack": (*(_POINTER,) * 2, *(_LONG,) * 2, _INT),
+    "tessera_float32_linear": (*(_POINTER,) * 3, *(_LONG,) * 3, _INT),
+    "tessera_int8_pack": (*(_POINTER,) * 2, *(_LONG,) * 2, _INT),
+    "tessera_int8_linear": (*(_POINTER,) * 4, ctypes.c_float, *(_LONG,) * 3, _INT),
 }
-_BUILDS = {4: ("x86-64-v4", "x86-64-v3", "base"), 3: ("x86-64-v3", "base"), 0: ("base",)}
+_RESULTS = {"tessera_cpu_level": _INT, "tessera_panel_columns": _INT}
+# By what `tessera_cpu_level` says; the best first.
+_BUILDS = {
+    5: ("x86-64-v4-vnni", "x86-64-v4", "x86-64-v3", "base"),
+    4: ("x86-64-v4", "x86-64-v3", "base"),
+    3: ("x86-64-v3", "base"),
+    0: ("base",),
+}
 
 
 class Layer(ctypes.Structure):
@@ -66,7 +76,7 @@ class CpuLibrary:
     """The loaded library.
 
     Attributes:
-        build: its instruction level: base, x86-64-v3 or x86-64-v4.
+        build: its instruction level: base, x86-64-v3, x86-64-v4 or x86-64-v4-vnni.
         path: its file.
         functions: the C functions, with their argument types set. A call lets go of the interpreter lock.
     """
@@ -77,21 +87,21 @@ class CpuLibrary:
 
 
 @cache
-def load_library() -> CpuLibrary | str:
-    """The library, or the reason why there is none, in a few words. Asked for once in a process.
+def load_library(build: str | None = None) -> CpuLibrary | str:
+    """The best build that this machine can run, or `build`; or the reason why there is none, in a few words.
 
-    The library uses the OpenMP run time that torch has loaded: one pool of threads for both.
+    Loaded once in a process. It uses the OpenMP run time that torch has loaded: one pool of threads for both.
     """
     base = _find("base", kernels.__path__)
     if base is None:
         return "this installation was built without a C++ compiler; with g++ installed, install Tessera again"
     try:
         library = _load("base", base)
-        for build in _BUILDS[library.functions.tessera_cpu_level()]:
-            path = _find(build, kernels.__path__)
-            if path is not None and build != "base":
-                return _load(build, path)
-        return library
+        for name in _BUILDS[library.functions.tessera_cpu_level()]:
+            path = _find(name, kernels.__path__)
+            if path is not None and build in (None, name):
+                return library if name == "base" else _load(name, path)
+        return f"this machine cannot run a build for {build}"
     except (OSError, AttributeError) as error:
         return f"the compiled library does not load: {error}"
 
@@ -106,5 +116,5 @@ def _load(build: str, path: Path) -> CpuLibrary:
     for name, arguments in _SIGNATURES.items():
         function = getattr(functions, name)
         function.argtypes = arguments
-        function.restype = _INT if name == "tessera_cpu_level" else None
+        function.restype = _RESULTS.get(name)
     return CpuLibrary(build, path, functions)

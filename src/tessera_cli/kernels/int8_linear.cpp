@@ -1,104 +1,105 @@
 // y = x Wᵀ with int8 weights, one scale for each output, and int16 activations, one scale for each token.
 //
-// A product of 16-bit pairs summed into 32 bits is exact and as fast here as one of 8-bit pairs, which saturates, so
-// activations keep 11 to 15 bits and the result is that of int8 weights alone, to about four digits.
-#include <algorithm>
-
+// A product of 16-bit pairs summed into 32 bits is exact, and without VNNI as fast as one of 8-bit pairs, which
+// saturates. Activations keep as many bits as no sum can leave 32 bits with. Sums of integers have no order, so an
+// output has the same bits in any batch.
+#include "linear.hpp"
 #include "scratch.hpp"
-#include "vectors.hpp"
 
 namespace tessera {
 namespace {
 
-typedef int16_t Shorts __attribute__((vector_size(32)));
-typedef int16_t HalfShorts __attribute__((vector_size(16)));
-typedef int8_t Bytes16 __attribute__((vector_size(16)));
+typedef int16_t WideShorts __attribute__((vector_size(4 * WIDE)));
+typedef int8_t HalfWideBytes __attribute__((vector_size(2 * WIDE)));
+typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
 
-constexpr int COLUMNS = 16;     // outputs of a panel
-constexpr int ROWS = 6;         // tokens of a register tile: 2 * 6 accumulators
-constexpr int ROW_BLOCK = 96;   // tokens whose activations stay in the second-level cache
+constexpr int GROUP = 4;     // inputs are padded with zeros to a multiple of it
+constexpr int64_t GAP = 32;  // elements between rows of activations: rows 4 KiB apart would share sets of the cache
 constexpr float NO_SCALE = 1e-30f;
 
-int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
-
-TESSERA_INLINE Shorts load_weights(const int8_t* from) {
-  Bytes16 bytes;
-  std::memcpy(&bytes, from, sizeof bytes);
-#ifdef __AVX2__
-  return (Shorts)_mm256_cvtepi8_epi16((__m128i)bytes);
+TESSERA_INLINE WideShorts load_weights(const int8_t* from) {
+  const HalfWideBytes bytes = load_as<HalfWideBytes>(from);
+#if defined(__AVX512BW__)
+  return (WideShorts)_mm512_cvtepi8_epi16((__m256i)bytes);
+#elif defined(__AVX2__)
+  return (WideShorts)_mm256_cvtepi8_epi16((__m128i)bytes);
 #else
-  return __builtin_convertvector(bytes, Shorts);
+  return __builtin_convertvector(bytes, WideShorts);
 #endif
 }
 
-// Sums of the products of each even lane and the odd lane after it.
-TESSERA_INLINE Ints multiply_pairs(Shorts a, Shorts b) {
-#ifdef __AVX2__
-  return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+// sum + the products of each even lane and the odd lane after it.
+TESSERA_INLINE WideInts add_pairs(WideInts sum, WideShorts a, WideShorts b) {
+#if defined(__AVX512VNNI__)
+  return (WideInts)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+  return sum + (WideInts)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return sum + (WideInts)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return sum + (WideInts)_mm_madd_epi16((__m128i)a, (__m128i)b);
 #else
-  const Ints x = (Ints)a, y = (Ints)b;
-  return ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
+  const WideInts x = (WideInts)a, y = (WideInts)b;
+  return sum + ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
 #endif
 }
 
-// One tile: R tokens by one panel. `x` rows are `stride` apart; `y` rows `y_stride`.
+// One tile; x rows are `stride` apart. Few rows have two sums each, or an addition would wait for the one before it.
 template <int R>
-void tile(float* y, int64_t y_stride, const int16_t* x, int64_t stride, const float* x_scales, const int8_t* panel,
-          const float* scales, int columns) {
-  Ints low[R], high[R];
-  for (int r = 0; r < R; ++r) low[r] = high[r] = Ints{};
-  for (int64_t k = 0; k < stride; k += 2, panel += 2 * COLUMNS) {
-    const Shorts w0 = load_weights(panel), w1 = load_weights(panel + COLUMNS);
-    for (int r = 0; r < R; ++r) {
-      int32_t pair;
-      std::memcpy(&pair, x + r * stride + k, sizeof pair);
-      const Shorts activation = (Shorts)(Ints{} + pair);
-      low[r] += multiply_pairs(activation, w0);
-      high[r] += multiply_pairs(activation, w1);
+void int8_tile(float* y, int64_t outputs, int columns, const int16_t* x, int64_t stride, const float* x_scales,
+               const int8_t* weights, const float* scales, int64_t inputs, Ahead<2 * COLUMNS> ahead) {
+  constexpr int CHAINS = R <= 3 ? 2 : 1;
+  WideInts low[CHAINS][R] = {}, high[CHAINS][R] = {};
+  Rows<R, int16_t> rows(x, stride);
+  for (int64_t k = 0; k < inputs; k += GROUP) {
+#pragma GCC unroll 2
+    for (int i = 0; i < GROUP / 2; ++i, weights += 2 * COLUMNS) {
+      const WideShorts w0 = load_weights(weights), w1 = load_weights(weights + COLUMNS);
+      ahead.ask();
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        const WideShorts pair = (WideShorts)(load_as<int32_t>(rows[r] + 2 * i) - WideInts{});
+        low[i % CHAINS][r] = add_pairs(low[i % CHAINS][r], pair, w0);
+        high[i % CHAINS][r] = add_pairs(high[i % CHAINS][r], pair, w1);
+      }
     }
+    rows.advance(GROUP);
   }
-  float padded[COLUMNS] = {}, row[COLUMNS];
+  float padded[COLUMNS] = {};
   std::copy_n(scales, columns, padded);
+  const WideFloats low_scales = load_as<WideFloats>(padded), high_scales = load_as<WideFloats>(padded + WIDE);
   for (int r = 0; r < R; ++r) {
-    store(row, __builtin_convertvector(low[r], Floats) * load(padded) * x_scales[r]);
-    store(row + LANES, __builtin_convertvector(high[r], Floats) * load(padded + LANES) * x_scales[r]);
-    std::copy_n(row, columns, y + r * y_stride);
+    if (CHAINS == 2) low[0][r] += low[CHAINS - 1][r], high[0][r] += high[CHAINS - 1][r];
+    store_columns(y + r * outputs, __builtin_convertvector(low[0][r], WideFloats) * low_scales * x_scales[r],
+                  __builtin_convertvector(high[0][r], WideFloats) * high_scales * x_scales[r], columns);
   }
 }
 
-// int16 of one token, `stride` of them, padded with zeros; returns its scale. A row that is not finite becomes NaN.
+// One token's int16, and zeros up to `stride`; returns its scale: NaN where an element is not finite.
 float quantise(int16_t* to, const float* from, int64_t count, int64_t stride, float largest) {
-  Floats wide = {};
-  int64_t whole = count / LANES * LANES, k = 0;
-  bool finite = true;
-  for (; k < whole; k += LANES) {
-    const Floats x = load(from + k);
-    wide = larger(x < 0.f ? -x : x, wide);
+  constexpr int32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;  // floats order as their bits do
+  const int64_t whole = count / LANES * LANES;
+  Ints tops = {};
+  for (int64_t k = 0; k < whole; k += LANES) {
+    const Ints size = bit_cast<Ints>(load(from + k)) & MAGNITUDE;
+    tops = size > tops ? size : tops;
   }
-  float top = std::max(largest_lane(wide), NO_SCALE), total = 0;
-  for (; k < count; ++k) top = std::max(top, std::fabs(from[k]));
-  for (k = 0; k < count; ++k) total += from[k] * 0.f;  // NaN as soon as one is infinite or NaN
-  finite = total == 0.f;
-  const float inverse = finite ? largest / top : 0.f;
-  for (k = 0; k < whole; k += LANES) {
-    const Floats x = finite ? load(from + k) * inverse : Floats{};
-    const HalfShorts rounded = __builtin_convertvector((x + 12582912.f) - 12582912.f, HalfShorts);
-    std::memcpy(to + k, &rounded, sizeof rounded);
+  int32_t top = 0;
+  for (int i = 0; i < LANES; ++i) top = std::max(top, tops[i]);
+  for (int64_t k = whole; k < count; ++k) top = std::max(top, bit_cast<int32_t>(from[k]) & MAGNITUDE);
+  if (top >= INFINITE) {
+    std::fill(to, to + stride, 0);
+    return NAN;
   }
-  for (; k < count; ++k) to[k] = finite ? static_cast<int16_t>(std::nearbyint(from[k] * inverse)) : 0;
+  const float scale = std::max(bit_cast<float>(top), NO_SCALE) / largest, inverse = 1.f / scale;
+  for (int64_t k = 0; k < whole; k += LANES) {
+    const Floats rounded = (load(from + k) * inverse + 12582912.f) - 12582912.f;  // 1.5 * 2^23
+    const Shorts narrow = __builtin_convertvector(__builtin_convertvector(rounded, Ints), Shorts);
+    std::memcpy(to + k, &narrow, sizeof narrow);
+  }
+  for (int64_t k = whole; k < count; ++k) to[k] = static_cast<int16_t>(std::nearbyint(from[k] * inverse));
   std::fill(to + count, to + stride, 0);
-  return finite ? top / largest : NAN;
-}
-
-template <class... Rest> void tiles(int rows, Rest... rest) {
-  switch (rows) {
-    case 1: return tile<1>(rest...);
-    case 2: return tile<2>(rest...);
-    case 3: return tile<3>(rest...);
-    case 4: return tile<4>(rest...);
-    case 5: return tile<5>(rest...);
-    default: return tile<ROWS>(rest...);
-  }
+  return scale;
 }
 
 }  // namespace
@@ -108,39 +109,42 @@ using namespace tessera;
 
 extern "C" {
 
-// weights [outputs, inputs] -> panels [outputs / 16, inputs / 2, 16, 2], both rounded up and padded with zeros.
-void tessera_int8_pack(int8_t* to, const int8_t* weights, int64_t outputs, int64_t inputs) {
-  for (int64_t panel = 0; panel < outputs; panel += COLUMNS)
-    for (int64_t k = 0; k < inputs; k += 2)
+// weights [outputs, inputs] -> panels [outputs / COLUMNS, inputs / 2, COLUMNS, 2], outputs rounded up to whole panels
+// and inputs to a multiple of 4, padded with zeros.
+void tessera_int8_pack(int8_t* to, const int8_t* weights, int64_t outputs, int64_t inputs, int32_t threads) {
+  const int64_t padded = ceil_div(inputs, GROUP) * GROUP;
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t panel = 0; panel < outputs; panel += COLUMNS) {
+    int8_t* next = to + panel * padded;
+    for (int64_t k = 0; k < padded; k += 2)
       for (int64_t n = panel; n < panel + COLUMNS; ++n)
-        for (int64_t i = k; i < k + 2; ++i) *to++ = n < outputs && i < inputs ? weights[n * inputs + i] : 0;
+        for (int64_t i = k; i < k + 2; ++i) *next++ = n < outputs && i < inputs ? weights[n * inputs + i] : 0;
+  }
 }
 
-// y [tokens, outputs] = x [tokens, inputs] times the packed weights times `scales` [outputs].
-void tessera_int8_linear(float* y, const float* x, const int8_t* packed, const float* scales, int64_t tokens,
-                         int64_t outputs, int64_t inputs, int32_t threads) {
+// y [tokens, outputs] = x [tokens, inputs] times the packed weights times `scales` [outputs]. `largest` is the largest
+// magnitude of an activation's integer: times the sum of the magnitudes of any output's weights it must fit 32 bits.
+void tessera_int8_linear(float* y, const float* x, const int8_t* packed, const float* scales, float largest,
+                         int64_t tokens, int64_t outputs, int64_t inputs, int32_t threads) {
   thread_local Scratch scratch;
-  const int64_t stride = round_up(inputs, 2), panels = round_up(outputs, COLUMNS) / COLUMNS;
-  float* x_scales = scratch.floats(tokens + (tokens * stride + 1) / 2);
-  int16_t* rows = reinterpret_cast<int16_t*>(x_scales + tokens);
-  // No sum of `inputs` products of a weight and an activation leaves 32 bits.
-  const int64_t largest = std::min<int64_t>(32767, 2147483647 / (127 * std::max<int64_t>(inputs, 1)));
+  const int64_t padded = ceil_div(inputs, GROUP) * GROUP, stride = padded + GAP;
+  float* x_scales = scratch.floats(tokens + ceil_div(tokens * stride, 2));
+  int16_t* integers = reinterpret_cast<int16_t*>(x_scales + tokens);
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < tokens; ++t)
-      x_scales[t] = quantise(rows + t * stride, x + t * inputs, inputs, stride, static_cast<float>(largest));
-    for (int64_t block = 0; block < tokens; block += ROW_BLOCK) {
-      const int64_t end = std::min<int64_t>(tokens, block + ROW_BLOCK);
-#pragma omp for schedule(static) nowait
-      for (int64_t panel = 0; panel < panels; ++panel) {
-        const int64_t column = panel * COLUMNS;
-        const int columns = static_cast<int>(std::min<int64_t>(COLUMNS, outputs - column));
-        for (int64_t t = block; t < end; t += ROWS)
-          tiles(static_cast<int>(std::min<int64_t>(ROWS, end - t)), y + t * outputs + column, outputs,
-                rows + t * stride, stride, x_scales + t, packed + column * stride, scales + column, columns);
-      }
-    }
+      x_scales[t] = quantise(integers + t * stride, x + t * inputs, inputs, stride, largest);
+    deal_tiles(tokens, ceil_div(outputs, COLUMNS), 1, stride * sizeof(int16_t), [&](const Tile& tile, int64_t) {
+      const int64_t column = tile.panel * COLUMNS;
+      const int columns = static_cast<int>(std::min<int64_t>(COLUMNS, outputs - column));
+      const int8_t* weights = packed + column * padded;
+      const Ahead<2 * COLUMNS> ahead(tile, weights, COLUMNS * padded, COLUMNS * padded);
+      with_rows(tile.rows, [&](auto rows) {
+        int8_tile<rows>(y + tile.token * outputs + column, outputs, columns, integers + tile.token * stride, stride,
+                        x_scales + tile.token, weights, scales + column, padded, ahead);
+      });
+    });
   }
 }
 

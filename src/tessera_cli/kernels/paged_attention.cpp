@@ -154,7 +154,7 @@ using namespace tessera;
 
 extern "C" {
 
-// The instruction level that this CPU can run: 4 for x86-64-v4, 3 for x86-64-v3, 0 for neither.
+// The instruction level that this CPU can run: 5 for x86-64-v4 with VNNI, 4 and 3 for x86-64-v4 and -v3, else 0.
 int32_t tessera_cpu_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -162,7 +162,7 @@ int32_t tessera_cpu_level() {
                   __builtin_cpu_supports("f16c");
   const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  return v3 && v4 ? 4 : v3 ? 3 : 0;
+  return v3 && v4 ? (__builtin_cpu_supports("avx512vnni") ? 5 : 4) : v3 ? 3 : 0;
 #else
   return 0;
 #endif
