@@ -16,12 +16,12 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write `text` in UTF-8 so that `path` has all of it or is untouched."""
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write `content`, text in UTF-8, so that `path` has all of it or is untouched."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with naming(path):
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_bytes(content.encode() if isinstance(content, str) else content)
             temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -3,16 +3,20 @@
 import csv
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
-from tessera_cli.cli.app import run
-from tessera_cli.cli.bench import parse_concurrency, parse_percentiles
-from tessera_cli.cli.bench_report import BenchFormat, BenchRun, check_gates, render_runs
+from tessera_cli.cli.app import app, run
+from tessera_cli.cli.bench_presets import PRESETS, Preset
+from tessera_cli.cli.bench_report import BenchFormat, render_runs
+from tessera_cli.cli.bench_run import BenchRun, Compared, Gates
+from tessera_cli.cli.bench_values import parse_bounds, parse_concurrency, parse_percentiles
 from tessera_cli.errors import ExitCode, GateError, UsageError
-from tessera_cli.serving.baseline import BaselineResult
-from tessera_cli.serving.benchmark import BenchmarkResult
+from tessera_cli.serving.benchmark_result import BenchmarkResult
+from tessera_cli.serving.load_result import METRICS, Distribution
 
 SMALL = [
     "--num-blocks",
@@ -41,22 +45,25 @@ def tessera(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def result(output_throughput: float = 100.0, *, ttft: float = 0.2, failed: int = 0) -> BenchmarkResult:
+    values = {"ttft": [ttft] * 4, "tpot": [0.01] * 4, "itl": [0.01] * 196, "e2el": [1.0] * 4}
     return BenchmarkResult(
         completed=4,
-        failed=failed,
         total_input_tokens=40,
         total_output_tokens=200,
         duration=200 / output_throughput,
         max_concurrent_requests=2,
         preemptions=0,
-        latencies={"ttft": [ttft] * 4, "tpot": [0.01] * 4, "itl": [0.01] * 196, "e2el": [1.0] * 4},
+        prefix_cache_queries=40,
+        prefix_cache_hits=0,
+        latencies={metric: Distribution.of(values[metric]) for metric in METRICS},
         errors=["broken"] * failed,
+        slowest=[{"ttft": ttft, "tpot": 0.01, "e2el": 1.0}] * 4,
     )
 
 
 def bench_run(*repeats: BenchmarkResult, concurrency: int = 2, baseline: float | None = None) -> BenchRun:
-    compared = None if baseline is None else BaselineResult(2, 200 / baseline, 200, [])
-    return BenchRun(concurrency, list(repeats), compared, {"config": {"seed": 0}})
+    compared = None if baseline is None else Compared("transformers", baseline, {"batch_size": 2})
+    return BenchRun(concurrency, list(repeats), compared, {"config": {"seed": 0}}, {"ttft": 500.0})
 
 
 def test_json_is_one_document_with_the_known_keys(tessera):
@@ -165,7 +172,22 @@ def test_a_missed_gate_is_exit_3_after_the_figures(tessera):
         (["--concurrency", "0"], "--concurrency"),
         (["--concurrency", "1,x"], "--concurrency"),
         (["--percentiles", "101"], "--percentiles"),
-        (["--input-len", "4", "--prompt-file", "p.txt"], "random prompts"),
+        (["--input-len", "4", "--prompt-file", "p.txt"], "--input-len: for random prompts"),
+        (["--preset", "prefix", "--prompt-file", "p.txt"], "--prefix-len, --num-prefixes, --input-len: for"),
+        (["--preset", "nano", "--range-ratio", "0.5"], "--range-ratio: for random prompts"),
+        (["--preset", "nano"], "ids up to 10,000"),
+        (["--dataset", "sharegpt"], "needs --dataset-path"),
+        (["--dataset", "random", "--prompt-file", "p.txt"], "--prompt-file has no place"),
+        (["--num-prefixes", "2"], "without a prefix"),
+        (["--vocab-size", "5000"], "outside the model's"),
+        (["--burstiness", "2"], "--burstiness is of arrivals"),
+        (["--request-rate", "1", "--burstiness", "0"], "burstiness"),
+        (["--goodput", "itl:5"], "--goodput 'itl:5'"),
+        (["--min-goodput", "5"], "--min-goodput without bounds"),
+        (["--plot", "p.pdf"], "image format"),
+        (["--plot", "r.png", "-o", "r.png"], "suffix"),
+        (["--api-key", "x"], "--api-key is for a server"),
+        (["--baseline", "vllm"], "neither transformers nor a server"),
         (["--range-ratio", "1"], "range ratio"),
         (["--request-rate", "0"], "request rate"),
         (["--request-rate", "1e-300"], "request rate"),
@@ -181,6 +203,84 @@ def test_a_wrong_command_line_is_told_before_any_request(tessera, arguments: lis
     assert says in err
     assert "state=" not in err
     assert "warm-up" not in err
+
+
+def test_a_preset_is_its_options_and_what_is_given_wins(tessera):
+    options = ("--preset", "pressure", "--max-model-len", "64", "--num-prompts", "16", "--num-blocks", "33")
+    sizes = ("--input-len", "16", "--output-len", "20", "--json", "--num-warmups", "0")
+    code, out, err = tessera(*options, *sizes)
+    figures = json.loads(out)
+    assert code == ExitCode.SUCCESS, err
+    # 16 sequences of two blocks each fit into 32, and grow to three.
+    assert figures["preemptions"] > 0
+    config = figures["config"]
+    assert (config["preset"], config["num_prompts"], config["num_blocks"]) == ("pressure", 16, 33)
+    assert figures["max_concurrency"] == 64
+
+
+def test_every_preset_is_made_of_options_that_exist():
+    context = get_command(app).commands["bench"].commands["run"]
+    known = {parameter.name for parameter in context.params}
+    assert set(PRESETS) == set(Preset)
+    assert {name for values in PRESETS.values() for name in values} <= known
+
+
+def test_the_shapes_of_the_presets_reach_the_requests(tessera):
+    options = ("--num-warmups", "0", "--output-len", "2", "--json", "--num-blocks", "200")
+    scale = ("--prefix-len", "32", "--num-prefixes", "2", "--num-prompts", "8", "--input-len", "8")
+    prefix = json.loads(tessera("--preset", "prefix", *options, *scale, "--concurrency", "1")[1])
+    # Of eight prompts with two beginnings of two blocks, all but the first of each find theirs.
+    assert prefix["prefix_cache_hits"] == 6 * 32
+    interfere = json.loads(tessera("--preset", "interfere", *options, "--long-input-len", "300")[1])
+    assert interfere["total_input_tokens"] == 16 * 32 + 300
+    assert interfere["p100_itl_ms"] is not None
+
+
+def test_the_file_of_a_plot_is_an_image(tessera, tmp_path: Path):
+    for name, beginning in (("p.png", b"\x89PNG"), ("p.svg", b"<?xml")):
+        target = tmp_path / name
+        code, _, err = tessera(*SMALL, "--concurrency", "1,2", "--num-prompts", "2", "--plot", str(target))
+        assert (code, target.read_bytes()[: len(beginning)]) == (ExitCode.SUCCESS, beginning)
+        assert f"wrote {target}" in err
+
+
+def test_sharegpt_gives_questions_and_lengths_in_an_order_from_the_seed(tessera, tmp_path: Path):
+    path = tmp_path / "share.json"
+    talks = [("The quick brown fox", "jumps over"), ("A", "B"), ("Once upon a time", "there was")]
+    path.write_text(
+        json.dumps(
+            [
+                {"id": i, "conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]}
+                for i, (q, a) in enumerate(talks)
+            ]
+            + [{"conversations": [{"from": "gpt", "value": "An answer alone"}]}]
+        )
+    )
+    options = ("--num-blocks", "64", "--dataset-path", str(path), "--num-prompts", "3", "--json")
+    code, out, err = tessera(*options)
+    figures = json.loads(out)
+    assert (code, figures["completed"]) == (ExitCode.SUCCESS, 3)
+    assert (figures["config"]["dataset"], figures["config"]["input_len"]) == ("sharegpt", None)
+    assert "1 conversations begin without" in err
+    fixed = json.loads(tessera(*options, "--output-len", "2")[1])
+    assert fixed["total_output_tokens"] == 6
+    other = json.loads(tessera(*options, "--output-len", "2", "--seed", "5")[1])
+    assert other["config"]["prompts_sha256"] != fixed["config"]["prompts_sha256"]
+    assert tessera(*options, "--num-prompts", "4")[0] == ExitCode.USAGE
+
+
+def test_equal_seeds_ask_the_same_and_temperature_samples(tessera):
+    options = (*SMALL, "--num-prompts", "3", "--concurrency", "3", "--num-warmups", "0", "--json")
+    runs = [
+        json.loads(tessera(*options, *more)[1])
+        for more in ((), (), ("--seed", "1"), ("--temperature", "5"), ("--temperature", "5"))
+    ]
+    asked = [run["config"]["prompts_sha256"] for run in runs]
+    answered = [run["output_sha256"] for run in runs]
+    assert asked[0] == asked[1] != asked[2]
+    assert len({asked[0], asked[2], asked[3]}) == 3
+    assert answered[0] == answered[1]
+    assert answered[3] == answered[4] != answered[0]
 
 
 def test_quiet_leaves_the_figures_alone(tessera):
@@ -221,17 +321,18 @@ def test_every_format_has_every_run():
 
 def test_gates_hold_for_every_run_and_name_every_miss():
     runs = [bench_run(result(100, ttft=0.2), concurrency=1), bench_run(result(300, ttft=0.9), concurrency=8)]
-    check_gates(runs, max_ttft_p99=900.0, min_output_throughput=100.0)
+    Gates(max_ttft_p99=900.0, max_tpot_p99=10.0, min_output_throughput=100.0).check(runs)
     with pytest.raises(GateError) as caught:
-        check_gates(runs, max_ttft_p99=500, min_output_throughput=200)
+        Gates(max_ttft_p99=500, max_tpot_p99=9, min_output_throughput=200, min_goodput=1.5).check(runs)
     assert "100.0 is below" not in caught.value.message
     assert "p99 TTFT 900.0 ms is above 500 ms at concurrency 8" in caught.value.message
     assert "output 100.0 tok/s is below 200 at concurrency 1" in caught.value.message
-    unmeasured = BenchmarkResult(
-        0, 1, 0, 0, 1.0, 1, 0, {m: [] for m in ("ttft", "tpot", "itl", "e2el")}, ["x"]
-    )
+    assert "p99 TPOT 10.0 ms is above 9 ms at concurrency 1" in caught.value.message
+    assert "goodput 0.00 requests/s is below 1.5 at concurrency 8" in caught.value.message
+    assert "at concurrency 1; goodput" not in caught.value.message
+    unmeasured = replace(result(), latencies={metric: Distribution.of([]) for metric in METRICS})
     with pytest.raises(GateError, match="unmeasured"):
-        check_gates([bench_run(unmeasured)], max_ttft_p99=1e9, min_output_throughput=None)
+        Gates(max_ttft_p99=1e9).check([bench_run(unmeasured)])
 
 
 def test_lists_are_read_strictly():
@@ -242,6 +343,14 @@ def test_lists_are_read_strictly():
     for text in ("", "1,1", "1.5", "1,,2"):
         with pytest.raises(UsageError):
             parse_concurrency(text, None)
+    assert parse_bounds(["ttft:200,tpot:30", "e2el:1e3"], "--goodput", METRICS) == {
+        "ttft": 200.0,
+        "tpot": 30.0,
+        "e2el": 1000.0,
+    }
+    for text in ("ttft", "ttft:0", "ttft:inf", "ttft:nan", "ttft:1,ttft:2", "queue:3"):
+        with pytest.raises(UsageError):
+            parse_bounds([text], "--goodput", METRICS)
     for text in ("", "-1", "nan", "50,50.0"):
         with pytest.raises(UsageError):
             parse_percentiles(text)

@@ -204,3 +204,16 @@ def test_layout():
     assert key_values(a=1, b=None, c="x y") == 'a=1 c="x y"'
     assert rows("a", ["one", "two", "three"], 24) == [" a          one   two", "            three"]
     assert [bar(share, 4, Glyphs("#", "-")) for share in (0.0, 0.5, 1.0)] == ["----", "##--", "####"]
+
+
+def test_of_a_server_nothing_is_shown_that_its_clients_do_not_see() -> None:
+    console, clock = Console(file=Terminal(), width=80, color_system=None), Clock()
+    stats = replace(BUSY, num_blocks=0, num_used_blocks=0)
+    shown = EngineView(console, live=True, title=["tessera bench"], num_requests=9, start=stats, clock=clock)
+    shown.on_step(stats)
+    table, line = shown.render().plain, shown.plain_line()
+    for hidden in ("KV cache", "block", "preempt", "prefix"):
+        assert hidden not in table
+        assert hidden not in line
+    assert "running 64   waiting 128   done 0/9" in table
+    assert "kv_cache_usage" not in line

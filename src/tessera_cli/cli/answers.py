@@ -96,8 +96,11 @@ class Answer:
         return values
 
 
-def summarize(answers: Sequence[Answer], duration: float, peak_memory_bytes: int) -> dict[str, Any]:
-    """Counts and rates of a whole job, under the benchmark's names; failed prompts count as failed alone."""
+def summarize(answers: Sequence[Answer], duration: float, peak_memory_bytes: int | None) -> dict[str, Any]:
+    """Counts and rates of a whole job, under the benchmark's names; failed prompts count as failed alone.
+
+    `peak_memory_bytes` is None where a server has answered.
+    """
     failed = {answer.index for answer in answers if answer.error is not None}
     done = [answer for answer in answers if answer.index not in failed]
     inputs = {answer.index: answer.num_prompt_tokens for answer in done}
@@ -118,6 +121,7 @@ def summarize(answers: Sequence[Answer], duration: float, peak_memory_bytes: int
 def summary_line(summary: dict[str, Any]) -> str:
     """The summary for people."""
     failed = f" ({summary['failed']} failed)" if summary["failed"] else ""
+    memory = summary["peak_memory_bytes"]
     return ", ".join(
         [
             f"{_count(summary['completed'] + summary['failed'], 'prompt')}{failed}",
@@ -125,7 +129,7 @@ def summary_line(summary: dict[str, Any]) -> str:
             f"{summary['total_output_tokens']:,} out",
             f"prompt {summary['prompt_throughput']:,.1f} tok/s",
             f"gen {summary['output_throughput']:,.1f} tok/s",
-            f"peak memory {summary['peak_memory_bytes'] / 2**30:.2f} GiB",
+            *([] if memory is None else [f"peak memory {memory / 2**30:.2f} GiB"]),
             f"{summary['duration']:.1f} s",
         ]
     )

@@ -13,8 +13,7 @@ from typing import Annotated, NoReturn, TextIO
 import typer
 
 from tessera_cli import __version__
-from tessera_cli.cli import distill
-from tessera_cli.cli.bench import bench
+from tessera_cli.cli import bench, distill
 from tessera_cli.cli.default_command import DEFAULT
 from tessera_cli.cli.environment import env
 from tessera_cli.cli.generate import generate
@@ -34,9 +33,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(distill.app, name="distill")
+app.add_typer(bench.app, name="bench")
 app.command("generate")(generate)
 app.command("serve")(serve)
-app.command("bench")(bench)
 app.command("quantize")(quantize)
 app.command("simulate")(simulate)
 app.command("trace")(trace)

@@ -1,42 +1,77 @@
-"""`tessera bench`: load on the engine, its throughput and latencies, and gates on them."""
+"""`tessera bench`: load on an engine or a server, its throughput and latencies, and gates on them."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from tessera_cli.cli import bench_options, options, sampling_options
+from tessera_cli.cli import bench_options as own
+from tessera_cli.cli import options, sampling_options, server_options
 from tessera_cli.cli.answers import check_destination
-from tessera_cli.cli.bench_options import Baseline, format_of, parse_concurrency, parse_percentiles
-from tessera_cli.cli.bench_report import BenchFormat, check_gates, document, render_runs
+from tessera_cli.cli.bench_compare import compare
+from tessera_cli.cli.bench_plot import plot_format, plot_runs
+from tessera_cli.cli.bench_presets import PresetOption
+from tessera_cli.cli.bench_report import BenchFormat, document, render_runs
+from tessera_cli.cli.bench_run import BenchRun, Gates
+from tessera_cli.cli.bench_values import format_of, parse_bounds, parse_concurrency, parse_percentiles
 from tessera_cli.cli.loading import load_model, tracing
 from tessera_cli.cli.output import Output
 from tessera_cli.cli.terminal import wants_live
 from tessera_cli.errors import ExitCode, UsageError
 from tessera_cli.files import write_file
-from tessera_cli.serving.workload import check_range_ratio, check_rate
 from tessera_cli.settings import Settings
 
 
-def bench(
+class BenchGroup(TyperGroup):
+    """Takes everything that does not begin with a command's name as arguments of `run`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args if args and args[0] in self.commands else ["run", *args])
+
+
+app = typer.Typer(
+    cls=BenchGroup,
+    rich_markup_mode=None,
+    help="Measure an engine or a server under load. `tessera bench MODEL` means `tessera bench run MODEL`.",
+)
+app.command("compare")(compare)
+
+
+@app.command()
+def run(
     context: typer.Context,
     model_argument: options.ModelArgument = None,
-    concurrency: bench_options.ConcurrencyOption = None,
-    num_prompts: bench_options.NumPromptsOption = None,
-    input_len: bench_options.InputLenOption = None,
-    prefix_len: bench_options.PrefixLenOption = 0,
-    output_len: bench_options.OutputLenOption = 128,
-    range_ratio: bench_options.RangeRatioOption = None,
-    prompt_file: bench_options.PromptFileOption = None,
+    preset: PresetOption = None,
+    concurrency: own.ConcurrencyOption = None,
+    request_rate: own.RequestRateOption = None,
+    burstiness: own.BurstinessOption = 1.0,
+    num_prompts: own.NumPromptsOption = None,
+    dataset: own.DatasetOption = None,
+    prompt_file: own.PromptFileOption = None,
+    dataset_path: own.DatasetPathOption = None,
+    input_len: own.InputLenOption = None,
+    prefix_len: own.PrefixLenOption = 0,
+    num_prefixes: own.NumPrefixesOption = 1,
+    vocab_size: own.VocabSizeOption = None,
+    long_input_len: own.LongInputLenOption = None,
+    output_len: own.OutputLenOption = None,
+    range_ratio: own.RangeRatioOption = None,
+    temperature: own.TemperatureOption = 0.0,
     n: sampling_options.NOption = 1,
-    request_rate: bench_options.RequestRateOption = None,
-    num_warmups: bench_options.NumWarmupsOption = None,
-    repeat: bench_options.RepeatOption = 1,
-    seed: bench_options.SeedOption = 0,
-    baseline: bench_options.BaselineOption = Baseline.NONE,
-    percentiles: bench_options.PercentilesOption = "50,90,99",
-    max_ttft_p99: bench_options.MaxTtftOption = None,
-    min_output_throughput: bench_options.MinOutputThroughputOption = None,
-    output_file: bench_options.OutputFileOption = None,
+    num_warmups: own.NumWarmupsOption = None,
+    repeat: own.RepeatOption = 1,
+    seed: own.SeedOption = 0,
+    base_url: server_options.BaseUrlOption = None,
+    api_key: server_options.ApiKeyOption = None,
+    baseline: own.BaselineOption = None,
+    percentiles: own.PercentilesOption = "50,90,99",
+    goodput: own.GoodputOption = None,
+    max_ttft_p99: own.MaxTtftOption = None,
+    max_tpot_p99: own.MaxTpotOption = None,
+    min_output_throughput: own.MinOutputThroughputOption = None,
+    min_goodput: own.MinGoodputOption = None,
+    output_file: own.OutputFileOption = None,
+    plot: own.PlotOption = None,
     form: Annotated[
         BenchFormat, typer.Option("--format", help="Of the results on stdout.")
     ] = BenchFormat.TABLE,
@@ -64,87 +99,95 @@ def bench(
     offline: options.OfflineOption = False,
     debug: options.DebugOption = False,
 ) -> None:
-    """Measure the engine under load.
+    """Measure an engine, or with --base-url a server, under load.
 
     \b
       tessera bench runs/RUN/export --concurrency 1,8,64
       tessera bench --request-rate 4 --num-prompts 100 --max-ttft-p99 500
+      tessera bench --preset serve --base-url http://127.0.0.1:8000
+      tessera bench compare BEFORE.json AFTER.json
 
     TTFT is submission to first token, queueing included; TPOT is (E2EL - TTFT) / (output tokens - 1);
     ITL is every gap between tokens, its percentiles over gaps; throughput is the total over the wall time.
     With --request-rate a request counts as submitted when it was due. A failed request is never counted as a
-    fast one: exit status 1. --max-num-seqs is raised to --concurrency unless it is given.
+    fast one: exit status 1. --max-num-seqs is raised to --concurrency unless it is given. Of a server,
+    gaps are between chunks of text as they come, and the server counts the tokens.
     """
     settings = Settings.from_env()
     output = Output.of(json=json_output, quiet=quiet)
-    if json_output and not (options.is_default(context, "form") or form is BenchFormat.JSON):
-        raise UsageError(f"--json contradicts --format {form}", hint="give one of them")
-    destination = None if output_file is None else check_destination(output_file, others=[prompt_file])
-    file_form = None if destination is None else format_of(destination)
-    trace_file = None if trace is None else check_destination(trace, others=[prompt_file, output_file])
+    server_options.refuse_engine_options(context, base_url)
+    report = _Report(context, output)
+    gates = report.gates()
     levels = parse_concurrency(concurrency, request_rate)
-    percents = parse_percentiles(percentiles)
-    if prompt_file is not None and (input_len is not None or range_ratio is not None or prefix_len):
-        raise UsageError(
-            "--input-len, --prefix-len and --range-ratio are for random prompts", hint="or drop --prompt-file"
-        )
-    if request_rate is not None:
-        check_rate(request_rate)
-    if range_ratio is not None:
-        check_range_ratio(range_ratio)
-    from tessera_cli.cli.prompts import read_prompts
+    trace_file = None if trace is None else check_destination(trace, others=[prompt_file, output_file, plot])
+    from tessera_cli.cli.bench_load import Load
 
-    prompts = None if prompt_file is None else read_prompts([], prompt_file)
+    load = Load.from_options(context, output)
     shows_live = wants_live(output.console, live, no_progress=settings.no_progress)
-    engine = options.engine_options(context)
-    if options.is_default(context, "max_num_seqs"):
-        engine["max_num_seqs"] = max(max_num_seqs, *(n * (level or 1) for level in levels))
-    model = load_model(
-        options.choose_model(model_argument, model_option, settings, output),
-        settings,
-        output,
-        offline=offline,
-        engine=engine,
-    )
-    from tessera_cli.cli.bench_load import Load, measure
+    from tessera_cli.cli.bench_measure import Measuring, find_baseline
+    from tessera_cli.cli.bench_target import EngineTarget, ServerTarget
 
-    load = Load(
-        num_prompts=num_prompts,
-        input_len=128 if input_len is None else input_len,
-        prefix_len=prefix_len,
-        output_len=output_len,
-        range_ratio=0.0 if range_ratio is None else range_ratio,
-        prompts=prompts,
-        n=n,
-        request_rate=request_rate,
-        num_warmups=num_warmups,
-        repeat=repeat,
-        seed=seed,
-    )
-    with tracing(model, trace_file):
-        runs = measure(
-            model,
-            load,
-            levels,
-            with_baseline=baseline is Baseline.TRANSFORMERS,
-            output=output,
-            live=shows_live,
-            log_interval=log_interval,
-        )
-    if json_output:
-        output.document(document(runs, percents))
+    compared = find_baseline(baseline, base_url, settings)
+    measuring = Measuring(compared, report.bounds, output, shows_live, log_interval)
+    if base_url is not None:
+        server = server_options.find_server(base_url, model_argument, model_option, api_key, settings)
+        output.note(f"server    {server.url}, model {server.model}")
+        runs = measuring.measure(ServerTarget(server), load, levels)
     else:
-        output.data(render_runs(runs, form, percents), end="")
-    if any(run.result.preemptions for run in runs):
-        output.note(
-            "hint: preempted requests are computed again; raise --kv-cache-memory or lower --max-num-seqs"
-        )
-    if destination is not None and file_form is not None:
-        write_file(destination, render_runs(runs, file_form, percents))
-        output.note(f"wrote {destination}")
-    failed = sum(run.num_failed for run in runs)
-    if failed:
-        errors = sorted({error for run in runs for repeat in run.repeats for error in repeat.errors})
-        output.warning(f"{failed} requests failed and are not in the figures: {errors[0]}")
-        raise typer.Exit(ExitCode.FAILED)
-    check_gates(runs, max_ttft_p99=max_ttft_p99, min_output_throughput=min_output_throughput)
+        engine = options.engine_options(context)
+        if options.is_default(context, "max_num_seqs"):
+            engine["max_num_seqs"] = max(max_num_seqs, *(n * (level or 1) for level in levels))
+        name = options.choose_model(model_argument, model_option, settings, output)
+        model = load_model(name, settings, output, offline=offline, engine=engine)
+        with tracing(model, trace_file):
+            runs = measuring.measure(EngineTarget(model), load, levels)
+    report.write(runs)
+    gates.check(runs)
+
+
+class _Report:
+    """Where the results go and what is held against them; all that can be wrong with it is found at once."""
+
+    def __init__(self, context: typer.Context, output: Output) -> None:
+        given = context.params
+        self.given, self.output = given, output
+        self.form, self.json = given["form"], given["json_output"]
+        if self.json and not (options.is_default(context, "form") or self.form is BenchFormat.JSON):
+            raise UsageError(f"--json contradicts --format {self.form}", hint="give one of them")
+        inputs = [given["prompt_file"], given["dataset_path"]]
+        file, plot = given["output_file"], given["plot"]
+        self.file = None if file is None else check_destination(file, others=inputs)
+        self.file_form = None if file is None else format_of(file)
+        self.plot = None if plot is None else check_destination(plot, others=[*inputs, file])
+        self.plot_form = "" if plot is None else plot_format(plot)
+        self.percentiles = parse_percentiles(given["percentiles"])
+        self.bounds = parse_bounds(given["goodput"], "--goodput", ("ttft", "tpot", "e2el"))
+        if given["min_goodput"] is not None and not self.bounds:
+            raise UsageError("--min-goodput without bounds", hint="give --goodput METRIC:MS")
+
+    def gates(self) -> Gates:
+        names = ("max_ttft_p99", "max_tpot_p99", "min_output_throughput", "min_goodput")
+        return Gates(**{name: self.given[name] for name in names})
+
+    def write(self, runs: list[BenchRun]) -> None:
+        """Write the results wherever they are wanted; a run with failed requests ends the command."""
+        output = self.output
+        if self.json:
+            output.document(document(runs, self.percentiles))
+        else:
+            output.data(render_runs(runs, self.form, self.percentiles), end="")
+        if any(run.result.preemptions for run in runs):
+            output.note(
+                "hint: preempted requests are computed again; raise --kv-cache-memory or lower --max-num-seqs"
+            )
+        if self.file is not None and self.file_form is not None:
+            write_file(self.file, render_runs(runs, self.file_form, self.percentiles))
+            output.note(f"wrote {self.file}")
+        if self.plot is not None:
+            write_file(self.plot, plot_runs(runs, self.plot_form))
+            output.note(f"wrote {self.plot}")
+        failed = sum(run.num_failed for run in runs)
+        if failed:
+            errors = sorted({error for run in runs for error in run.errors})
+            output.warning(f"{failed} requests failed and are not in the figures: {errors[0]}")
+            raise typer.Exit(ExitCode.FAILED)

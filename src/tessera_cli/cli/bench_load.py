@@ -1,242 +1,226 @@
-"""The loads of `tessera bench`, measured one after the other and shown live."""
+"""What `tessera bench` asks: the requests of one load, from a seed or from a file."""
 
-import os
-import platform
+import hashlib
+import json
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from importlib.metadata import version
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Protocol
 
-from tessera_cli.cli.bench_report import BenchRun
-from tessera_cli.cli.live import EngineView
-from tessera_cli.cli.loading import LoadedModel
+import typer
+
+from tessera_cli.cli import options
+from tessera_cli.cli.bench_dataset import (
+    GENERATED,
+    RANDOM_ONLY,
+    check_fields,
+    check_places,
+    choose_dataset,
+)
+from tessera_cli.cli.bench_options import Dataset
 from tessera_cli.cli.output import Output
 from tessera_cli.cli.prompt_line import Prompt
+from tessera_cli.cli.prompts import read_prompts
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.errors import DataError, UsageError
-from tessera_cli.serving.baseline import TransformersBaseline
-from tessera_cli.serving.benchmark import BenchmarkResult, run_benchmark
+from tessera_cli.serving.server_request import ServerRequest
+from tessera_cli.serving.sharegpt import Exchange, read_exchanges
 from tessera_cli.serving.workload import (
     DEFAULT_CONCURRENCY,
-    BenchmarkRequest,
-    check_lengths,
+    check_burstiness,
+    check_range_ratio,
+    check_rate,
     greedy,
+    nano_requests,
     random_requests,
 )
 
+DEFAULT_LEN = 128
 # Keeps the prompts of the warm-up apart from the measured ones, whatever their number.
 WARMUP_SEED_OFFSET = 1 << 32
-_ENDS_EARLY = ("stop", "stop_token_ids", "structured_output")
+_NO_PARAMS = SamplingParams()
+
+
+class Target(Protocol):
+    """What a load has to know of who answers it; `max_model_len` is None where nobody can say."""
+
+    vocab_size: int
+    max_model_len: int | None
+    takes_messages: bool
+
+    def count_tokens(self, text: str) -> int: ...
 
 
 @dataclass(frozen=True)
 class Load:
-    """What to ask of the engine; lengths count tokens, `request_rate` is per second."""
+    """What to ask; lengths count tokens, `request_rate` is per second. The names are those of the options."""
 
+    preset: str | None
+    dataset: Dataset
     num_prompts: int | None
-    input_len: int
+    input_len: int | None
     prefix_len: int
-    output_len: int
-    range_ratio: float
-    prompts: list[Prompt] | None
+    num_prefixes: int
+    vocab_size: int | None
+    long_input_len: int | None
+    output_len: int | None
+    range_ratio: float | None
     n: int
+    temperature: float
     request_rate: float | None
+    burstiness: float
     num_warmups: int | None
     repeat: int
     seed: int
+    prompts: list[Prompt]
+    exchanges: list[Exchange]
 
-    def requests(self, model: LoadedModel, concurrency: int | None) -> list[BenchmarkRequest]:
-        """The measured requests.
+    @classmethod
+    def from_options(cls, context: typer.Context, output: Output) -> "Load":
+        """The load of a command line; its files are read here.
 
         Raises:
-            UsageError: more prompts are wanted than the file has.
+            UsageError: an option has no place in the data set, or a value means nothing.
+            DataError: a file cannot be read as what it claims to be.
         """
-        if self.prompts is None:
-            return self._random(
-                model, self.num_prompts or 4 * (concurrency or DEFAULT_CONCURRENCY), self.seed
-            )
-        wanted = self.num_prompts or len(self.prompts)
-        if wanted > len(self.prompts):
-            raise UsageError(
-                f"--num-prompts {wanted} is more than the {len(self.prompts)} of the prompt file",
-                hint="leave --num-prompts out: each prompt is used once",
-            )
-        return [self._from_file(model, prompt) for prompt in self.prompts[:wanted]]
+        given = context.params
+        prompt_file, path = given["prompt_file"], given["dataset_path"]
+        dataset = choose_dataset(given["dataset"], prompt_file, path)
+        check_places(context, dataset)
+        if given["request_rate"] is not None:
+            check_rate(given["request_rate"])
+        elif not options.is_default(context, "burstiness"):
+            raise UsageError("--burstiness is of arrivals", hint="give --request-rate")
+        check_burstiness(given["burstiness"])
+        check_range_ratio(given["range_ratio"] or 0.0)
+        exchanges: list[Exchange] = []
+        if dataset is Dataset.SHAREGPT:
+            exchanges, num_others = read_exchanges(Path(path), seed=given["seed"])
+            if num_others:
+                output.note(f"note: {num_others:,} conversations begin without a question and its answer")
+        return cls(
+            **{one.name: given[one.name] for one in fields(cls) if one.name in given}
+            | {"dataset": dataset, "preset": given["preset"] and str(given["preset"])},
+            prompts=read_prompts([], prompt_file) if dataset is Dataset.PROMPTS else [],
+            exchanges=exchanges,
+        )
+
+    def requests(self, target: Target, concurrency: int | None, output: Output) -> list[ServerRequest]:
+        """The measured requests, as they are asked.
+
+        Raises:
+            UsageError: more are wanted than the file has, or `target` cannot tell how long answers are.
+            DataError: a prompt cannot be put to `target`.
+        """
+        match self.dataset:
+            case Dataset.PROMPTS:
+                wanted = self.num_prompts or len(self.prompts)
+                self._check_enough(wanted, len(self.prompts), "prompt file")
+                return [self._of_prompt(target, one, i) for i, one in enumerate(self.prompts[:wanted])]
+            case Dataset.SHAREGPT:
+                return self._of_exchanges(target, self._count(concurrency), output)
+            case _:
+                return self._generated(target, self._count(concurrency), self.seed)
 
     def warmups(
-        self, model: LoadedModel, requests: Sequence[BenchmarkRequest], concurrency: int | None
-    ) -> list[BenchmarkRequest]:
+        self, target: Target, requests: Sequence[ServerRequest], concurrency: int | None
+    ) -> list[ServerRequest]:
         """As many as can be in flight at once, unless a number is given; they are of the same kind."""
         most = len(requests) if concurrency is None else min(concurrency, len(requests))
         wanted = most if self.num_warmups is None else self.num_warmups
-        if self.prompts is None:
-            return self._random(model, wanted, self.seed + WARMUP_SEED_OFFSET)
+        if self.dataset in GENERATED:
+            return self._generated(target, wanted, self.seed + WARMUP_SEED_OFFSET)
         return [requests[index % len(requests)] for index in range(wanted)]
 
-    def _random(self, model: LoadedModel, num_requests: int, seed: int) -> list[BenchmarkRequest]:
-        requests = random_requests(
-            num_requests,
-            input_len=self.input_len,
-            prefix_len=self.prefix_len,
-            output_len=self.output_len,
-            range_ratio=self.range_ratio,
-            vocab_size=model.config.vocab_size,
-            seed=seed,
-        )
-        return [replace(request, params=replace(request.params, n=self.n)) for request in requests]
-
-    def _from_file(self, model: LoadedModel, prompt: Prompt) -> BenchmarkRequest:
-        tokenizer = model.llm.tokenizer
-        if prompt.messages is None:
-            token_ids = tokenizer.encode(prompt.text or "")
-        elif tokenizer.chat_template is None:
-            raise DataError(f"{prompt.source}: `messages`, but the model has no chat template")
+    def as_dict(self) -> dict[str, Any]:
+        """The load under the names of the options; a length that means nothing to the data set is None."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        del values["prompts"], values["exchanges"]
+        if self.dataset is not Dataset.RANDOM:
+            values |= dict.fromkeys(RANDOM_ONLY)
         else:
-            token_ids = tokenizer.encode_chat(prompt.messages, add_generation_prompt=True)
-        _check_fields(prompt)
-        return BenchmarkRequest(token_ids, prompt.params(replace(greedy(self.output_len), n=self.n)))
+            values["range_ratio"] = self.range_ratio or 0.0
+        if self.dataset in GENERATED:
+            values["input_len"] = self.input_len or DEFAULT_LEN
+        if self.dataset is not Dataset.SHAREGPT:
+            values["output_len"] = self.output_len or DEFAULT_LEN
+        return values
 
+    def _count(self, concurrency: int | None) -> int:
+        return self.num_prompts or 4 * (concurrency or DEFAULT_CONCURRENCY)
 
-def _check_fields(prompt: Prompt) -> None:
-    """Refuse what a line asks for and the benchmark would not do.
-
-    Raises:
-        DataError: the line has a field that ends answers early or that only `generate` looks at.
-    """
-    given: list[str] = [name for name in _ENDS_EARLY if name in prompt.sampling]
-    given += [name for name in ("priority", "cache_salt") if getattr(prompt, name)]
-    if prompt.sampling.get("ignore_eos") is False:
-        given.append("ignore_eos")
-    if given:
-        raise DataError(
-            f"{prompt.source}: `{given[0]}` has no place in a benchmark",
-            hint="leave it out: answers come at once and in full length",
-        )
-
-
-def measure(
-    model: LoadedModel,
-    load: Load,
-    levels: Sequence[int | None],
-    *,
-    with_baseline: bool,
-    output: Output,
-    live: bool,
-    log_interval: float,
-) -> list[BenchRun]:
-    """Measure `load` at each concurrency of `levels`.
-
-    Raises:
-        UsageError: the load cannot be made, or not compared with the baseline.
-        CapacityError: a request is longer than the model allows; found before any is run.
-    """
-    work = [load.requests(model, concurrency) for concurrency in levels]
-    for requests in work:
-        check_lengths(requests, model.llm.engine.config.max_model_len)
-        plain = (replace(one.params, seed=None) == greedy(one.params.max_tokens) for one in requests)
-        if with_baseline and not all(plain):
+    def _check_enough(self, wanted: int, available: int, file: str) -> None:
+        if wanted > available:
             raise UsageError(
-                "--baseline compares one greedy answer to each prompt only",
-                hint="leave --n out, and sampling fields but max_tokens out of the prompt file",
+                f"--num-prompts {wanted} is more than the {available} of the {file}",
+                hint="give fewer: each prompt is used once",
             )
-    baseline = None
-    runs = []
-    for concurrency, requests in zip(levels, work, strict=True):
-        warmups = load.warmups(model, requests, concurrency)
-        if warmups:
-            output.note(f"warm-up   {len(warmups)} requests")
-            run_benchmark(model.llm.engine, warmups, concurrency=concurrency)
-        repeats = []
-        for _ in range(load.repeat):
-            view = None
-            if not output.is_quiet:
-                view = EngineView(
-                    output.console,
-                    live=live,
-                    title=model.title("bench"),
-                    num_requests=len(requests),
-                    start=model.llm.engine.stats(),
-                    log_interval=log_interval,
-                )
-            repeats.append(_run(model, load, requests, concurrency, view))
-        compared = None
-        if with_baseline:
-            batch_size = min(concurrency or len(requests), len(requests))
-            output.note(f"baseline  transformers, batches of {batch_size}")
-            if baseline is None:
-                baseline = TransformersBaseline(model.path, dtype=model.dtype, device=model.device)
-            if warmups:
-                baseline.run(warmups, batch_size=batch_size)
-            compared = baseline.run(requests, batch_size=batch_size)
-        config = describe(model, load, len(requests), len(warmups))
-        runs.append(BenchRun(concurrency, repeats, compared, config))
-    return runs
+
+    def _generated(self, target: Target, num_requests: int, seed: int) -> list[ServerRequest]:
+        input_len, output_len = self.input_len or DEFAULT_LEN, self.output_len or DEFAULT_LEN
+        if self.dataset is Dataset.NANO:
+            made = nano_requests(
+                num_requests,
+                input_len=input_len,
+                output_len=output_len,
+                vocab_size=target.vocab_size,
+                seed=seed,
+            )
+        else:
+            made = random_requests(
+                num_requests,
+                input_len=input_len,
+                prefix_len=self.prefix_len,
+                num_prefixes=self.num_prefixes,
+                long_input_len=self.long_input_len,
+                output_len=output_len,
+                range_ratio=self.range_ratio or 0.0,
+                vocab_size=self.vocab_size or target.vocab_size,
+                seed=seed,
+            )
+        return [
+            ServerRequest(one.prompt_token_ids, self._params(one.params.max_tokens, index))
+            for index, one in enumerate(made)
+        ]
+
+    def _of_prompt(self, target: Target, prompt: Prompt, index: int) -> ServerRequest:
+        if prompt.messages is not None and not target.takes_messages:
+            raise DataError(f"{prompt.source}: `messages`, but the model has no chat template")
+        check_fields(prompt)
+        asked = prompt.text if prompt.messages is None else prompt.messages
+        base = self._params(self.output_len or DEFAULT_LEN, index)
+        return ServerRequest(asked or "", prompt.params(base))
+
+    def _of_exchanges(self, target: Target, wanted: int, output: Output) -> list[ServerRequest]:
+        self._check_enough(wanted, len(self.exchanges), "usable conversations")
+        requests: list[ServerRequest] = []
+        num_long = 0
+        for one in self.exchanges:
+            output_len = self.output_len or target.count_tokens(one.answer)
+            if target.max_model_len is not None:
+                num_tokens = target.count_tokens(one.question) + output_len
+                if num_tokens > target.max_model_len:
+                    num_long += 1
+                    continue
+            requests.append(ServerRequest(one.question, self._params(output_len, len(requests))))
+            if len(requests) == wanted:
+                break
+        if num_long:
+            output.note(f"note: {num_long:,} conversations are longer than {target.max_model_len:,} tokens")
+        self._check_enough(wanted, len(requests), "conversations that fit --max-model-len")
+        return requests
+
+    def _params(self, output_len: int, index: int) -> SamplingParams:
+        params = replace(greedy(output_len), n=self.n)
+        if self.temperature > 0:
+            params = replace(params, temperature=self.temperature, seed=self.seed + index)
+        return params
 
 
-def _run(
-    model: LoadedModel,
-    load: Load,
-    requests: Sequence[BenchmarkRequest],
-    concurrency: int | None,
-    view: EngineView | None,
-) -> BenchmarkResult:
-    # Neither the warm-up nor an earlier run of the same prompts may make this one cheaper.
-    model.llm.engine.reset_prefix_cache()
-    with view or nullcontext():
-        return run_benchmark(
-            model.llm.engine,
-            requests,
-            concurrency=concurrency,
-            request_rate=load.request_rate,
-            seed=load.seed,
-            on_step=None if view is None else view.on_step,
-            on_finished=None if view is None else view.on_finished,
-        )
-
-
-def describe(model: LoadedModel, load: Load, num_prompts: int, num_warmups: int) -> dict[str, Any]:
-    """What was run on what, so that a result can be read and repeated on its own."""
-    import torch
-
-    engine = model.llm.engine.config
-    on_cuda = model.device.startswith("cuda")
-    random_load = load.prompts is None
-    return {
-        "config": {
-            "model": str(model.path),
-            "dtype": model.dtype,
-            "quantization": model.quantization,
-            "attention_backend": model.attention_backend,
-            "num_prompts": num_prompts,
-            "num_warmups": num_warmups,
-            "input_len": load.input_len if random_load else None,
-            "prefix_len": load.prefix_len if random_load else None,
-            "output_len": load.output_len,
-            "range_ratio": load.range_ratio if random_load else None,
-            "n": load.n,
-            "request_rate": load.request_rate,
-            "repeat": load.repeat,
-            "seed": load.seed,
-            "block_size": engine.block_size,
-            "num_blocks": engine.num_blocks,
-            "max_model_len": engine.max_model_len,
-            "max_num_seqs": engine.max_num_seqs,
-            "max_num_batched_tokens": engine.max_num_batched_tokens,
-            "enable_chunked_prefill": engine.enable_chunked_prefill,
-            "enable_prefix_caching": engine.enable_prefix_caching,
-            "scheduling_policy": engine.scheduling_policy,
-            "kv_cache_dtype": str(engine.kv_cache_dtype),
-        },
-        "versions": {
-            "tessera": version("tessera-cli"),
-            "torch": str(torch.__version__),
-            "transformers": version("transformers"),
-            "python": platform.python_version(),
-        },
-        "device": {
-            "type": model.device,
-            "name": torch.cuda.get_device_name(model.device) if on_cuda else platform.machine(),
-            "num_cpus": os.cpu_count(),
-            "num_threads": torch.get_num_threads(),
-        },
-    }
+def prompts_sha256(requests: Sequence[ServerRequest]) -> str:
+    """What is asked as one number, by which two results are known to be of the same work."""
+    digest = hashlib.sha256()
+    for one in requests:
+        changed = {k: v for k, v in vars(one.params).items() if v != getattr(_NO_PARAMS, k)}
+        digest.update(json.dumps([one.prompt, changed], default=str, sort_keys=True).encode())
+    return digest.hexdigest()

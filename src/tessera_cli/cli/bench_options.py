@@ -1,4 +1,4 @@
-"""The options of `tessera bench` that are its own, and how their lists are read."""
+"""The options of `tessera bench` that are its own."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -6,18 +6,36 @@ from typing import Annotated
 
 import typer
 
-from tessera_cli.cli.bench_report import BenchFormat
-from tessera_cli.errors import UsageError
-from tessera_cli.serving.workload import DEFAULT_CONCURRENCY
+
+class Dataset(StrEnum):
+    """Where requests come from."""
+
+    RANDOM = "random"
+    NANO = "nano"
+    SHAREGPT = "sharegpt"
+    PROMPTS = "prompts"
 
 
-class Baseline(StrEnum):
-    """What the engine is compared with."""
-
-    NONE = "none"
-    TRANSFORMERS = "transformers"
-
-
+DatasetOption = Annotated[
+    Dataset | None,
+    typer.Option(
+        "--dataset",
+        "--dataset-name",
+        help="random: token ids; nano: token ids with nano-vllm's lengths, from 100 to --input-len and "
+        "--output-len; sharegpt: --dataset-path; prompts: --prompt-file. [default: that of the given file, "
+        "else random]",
+        show_default=False,
+    ),
+]
+DatasetPathOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Conversations as ShareGPT has them, in an order from --seed: the first question is the prompt, "
+        "its answer's length the output's unless --output-len is given.",
+        show_default=False,
+    ),
+]
 ConcurrencyOption = Annotated[
     str | None,
     typer.Option(
@@ -45,8 +63,34 @@ PrefixLenOption = Annotated[
     int,
     typer.Option(min=0, metavar="N", help="Random tokens before them, the same in every request."),
 ]
+NumPrefixesOption = Annotated[
+    int,
+    typer.Option(min=1, metavar="N", help="So many different ones, taken in turn."),
+]
+VocabSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Random token ids are below. [default: the model's; with --base-url 10001]",
+        show_default=False,
+    ),
+]
+LongInputLenOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", help="Random prompt tokens of the last request alone.", show_default=False
+    ),
+]
+TemperatureOption = Annotated[float, typer.Option(min=0, metavar="T", help="0 is greedy.")]
 OutputLenOption = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Tokens of an answer; end tokens are ignored.")
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Tokens of an answer; end tokens are ignored. [default: 128; sharegpt: the answer's]",
+        show_default=False,
+    ),
 ]
 RangeRatioOption = Annotated[
     float | None,
@@ -72,6 +116,13 @@ RequestRateOption = Annotated[
         show_default=False,
     ),
 ]
+BurstinessOption = Annotated[
+    float,
+    typer.Option(
+        metavar="SHAPE",
+        help="Of the gaps between arrivals: 1 is Poisson, less is burstier, more is steadier.",
+    ),
+]
 NumWarmupsOption = Annotated[
     int | None,
     typer.Option(
@@ -86,12 +137,37 @@ RepeatOption = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option(min=0, metavar="N", help="Of prompts, lengths and arrivals.")]
 BaselineOption = Annotated[
-    Baseline, typer.Option(help="Run the same requests through this too and show the ratio.")
+    str | None,
+    typer.Option(
+        metavar="transformers|URL",
+        help="Run the same requests through this too, transformers in static batches or a server, and show "
+        "the ratio.",
+        show_default=False,
+    ),
+]
+GoodputOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="METRIC:MS",
+        help="Count the requests per second within all of these bounds, on ttft, tpot or e2el; repeat it, or "
+        "join with commas.",
+        show_default=False,
+    ),
 ]
 PercentilesOption = Annotated[str, typer.Option(metavar="P[,P...]", help="Of the latencies.")]
 MaxTtftOption = Annotated[
     float | None,
     typer.Option(min=0, metavar="MS", help="Exit status 3 if p99 TTFT is above.", show_default=False),
+]
+MaxTpotOption = Annotated[
+    float | None,
+    typer.Option(min=0, metavar="MS", help="Exit status 3 if p99 TPOT is above.", show_default=False),
+]
+MinGoodputOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0, metavar="REQ/S", help="Exit status 3 if --goodput is met by fewer.", show_default=False
+    ),
 ]
 MinOutputThroughputOption = Annotated[
     float | None,
@@ -109,43 +185,7 @@ OutputFileOption = Annotated[
         show_default=False,
     ),
 ]
-
-
-def parse_concurrency(text: str | None, request_rate: float | None) -> list[int | None]:
-    """The loads to measure, such as ``1,8,64``; None is no limit, the default with a request rate."""
-    if text is None:
-        return [DEFAULT_CONCURRENCY if request_rate is None else None]
-    try:
-        levels = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise UsageError(f"--concurrency {text!r} is not a list of numbers", hint="such as 1,8,64") from error
-    if min(levels) < 1 or len(set(levels)) < len(levels):
-        raise UsageError(f"--concurrency {text!r}: each number once, from 1", hint="such as 1,8,64")
-    return list(levels)
-
-
-def parse_percentiles(text: str) -> list[float]:
-    """Percentiles such as ``50,90,99.9``."""
-    try:
-        percents = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise UsageError(f"--percentiles {text!r} is not a list of numbers", hint="such as 50,99") from error
-    if not all(0 <= percent <= 100 for percent in percents):
-        raise UsageError(f"--percentiles {text!r} has one outside 0 to 100", hint="such as 50,99")
-    if len(set(percents)) < len(percents):
-        raise UsageError(f"--percentiles {text!r} has one twice", hint="such as 50,99")
-    return percents
-
-
-def format_of(path: Path) -> BenchFormat:
-    """The format that a result file's suffix means."""
-    known = {
-        ".json": BenchFormat.JSON,
-        ".md": BenchFormat.MD,
-        ".csv": BenchFormat.CSV,
-        ".txt": BenchFormat.TABLE,
-    }
-    form = known.get(path.suffix.lower())
-    if form is None:
-        raise UsageError(f"{path}: the suffix says no format", hint="use " + ", ".join(known))
-    return form
+PlotOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw throughput against latency: .png or .svg.", show_default=False),
+]

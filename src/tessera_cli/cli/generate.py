@@ -1,29 +1,20 @@
 """`tessera generate`: prompts in, answers out, in order."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from time import monotonic
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from tessera_cli.cli import options, sampling_options
+from tessera_cli.cli import options, sampling_options, server_options
 from tessera_cli.cli.answer_output import choose_format, tell_failures, write_answers
-from tessera_cli.cli.answers import Answer, AnswerFormat, check_destination, summarize, summary_line
-from tessera_cli.cli.live import EngineView
-from tessera_cli.cli.loading import LoadedModel, load_model, tracing
+from tessera_cli.cli.answers import AnswerFormat, check_destination, summary_line
+from tessera_cli.cli.loading import load_model, tracing
 from tessera_cli.cli.output import Output
 from tessera_cli.cli.terminal import wants_live
-from tessera_cli.engine.sampling_params import SamplingParams
-from tessera_cli.errors import ExitCode, RunError, UsageError
+from tessera_cli.errors import ExitCode, UsageError
 from tessera_cli.settings import Settings
-
-if TYPE_CHECKING:
-    from tessera_cli.cli.prompt_line import Messages, Prompt
-    from tessera_cli.serving.llm import RunOptions
-    from tessera_cli.serving.outputs import RequestOutput
 
 
 class OnError(StrEnum):
@@ -108,6 +99,8 @@ def generate(
     on_error: Annotated[
         OnError, typer.Option(help="When a prompt fails: go on, or stop everything.")
     ] = OnError.SKIP,
+    base_url: server_options.BaseUrlOption = None,
+    api_key: server_options.ApiKeyOption = None,
     live: options.LiveOption = None,
     log_interval: options.LogIntervalOption = 5.0,
     quiet: options.QuietOption = False,
@@ -136,27 +129,25 @@ def generate(
     \b
       tessera generate runs/RUN/export -p "Why is the sky blue?"
       tessera generate --prompt-file prompts.jsonl -o answers.jsonl
+      tessera generate --base-url http://127.0.0.1:8000 -p "Why is the sky blue?"
 
     Greedy unless --temperature is given. Exit status 1 if any prompt failed. The last line on stderr counts
     prompt and answer tokens over the whole wall time; TTFT is submission to first token, queueing included.
     """
     settings = Settings.from_env()
     output = Output.of(json=json_output, quiet=quiet)
+    server_options.refuse_engine_options(context, base_url, "prompt_logprobs", "regex", "choice")
     form = choose_format(answer_format, json_output, output_file, output)
     destination = None if output_file is None else check_destination(output_file, others=[prompt_file])
     trace_file = None if trace is None else check_destination(trace, others=[prompt_file, output_file])
-    from tessera_cli.cli.prompts import (
-        check_params,
-        check_priorities,
-        conversations_of,
-        read_prompts,
-        sampling_of,
-    )
+    from tessera_cli.cli.answering import Answering
+    from tessera_cli.cli.prompts import check_priorities, read_prompts, sampling_of
 
     prompts = read_prompts(prompt or [], prompt_file)
     _check_texts(system=[system], stop=stop, json_schema=[json_schema], regex=[regex], choice=choice)
     params = sampling_of(prompts, sampling_options.sampling_params(context), seed)
-    check_priorities(prompts, scheduling_policy)
+    if base_url is None:
+        check_priorities(prompts, scheduling_policy)
     is_one = len(prompts) == 1 and params[0].n == 1
     can_stream = is_one and form is AnswerFormat.TEXT and output_file is None
     if stream and not can_stream:
@@ -168,36 +159,29 @@ def generate(
         raise UsageError("--stream writes one answer, as text, to stdout", hint=hint)
     streams = can_stream and output.stdout.isatty() if stream is None else stream
     shows_live = wants_live(output.console, live, no_progress=settings.no_progress)
-    model = load_model(
-        options.choose_model(model_argument, model_option, settings, output),
-        settings,
+    answering = Answering(
+        prompts,
+        params,
         output,
-        offline=offline,
-        engine=options.engine_options(context),
+        shows_progress=(len(prompts) > 1 or bool(live)) and not quiet and not streams,
+        live=shows_live,
+        log_interval=log_interval,
+        fails_fast=on_error is OnError.FAIL,
+        on_text=(lambda piece: output.data(piece, end="")) if streams else None,
     )
-    check_params(prompts, params, model.llm.check)
-    conversations = conversations_of(prompts, chat, system, model.llm.tokenizer.chat_template is not None)
-    view = None
-    if (len(prompts) > 1 or live) and not quiet and not streams:
-        view = EngineView(
-            output.console,
-            live=shows_live,
-            title=model.title("generate"),
-            num_requests=len(prompts),
-            start=model.llm.engine.stats(),
-            log_interval=log_interval,
+    if base_url is not None:
+        server = server_options.find_server(base_url, model_argument, model_option, api_key, settings)
+        answers, summary = answering.by_server(server, chat, system)
+    else:
+        model = load_model(
+            options.choose_model(model_argument, model_option, settings, output),
+            settings,
+            output,
+            offline=offline,
+            engine=options.engine_options(context),
         )
-    on_text = (lambda _, __, piece: output.data(piece, end="")) if streams else None
-    started = monotonic()
-    with tracing(model, trace_file), view or nullcontext():
-        outputs = _run(model, prompts, conversations, params, on_error, on_text, view)
-    duration = monotonic() - started
-    answers = [
-        answer
-        for index, (given, result) in enumerate(zip(prompts, outputs, strict=True))
-        for answer in Answer.all_of(index, given, result)
-    ]
-    summary = summarize(answers, duration, model.peak_memory_bytes())
+        with tracing(model, trace_file):
+            answers, summary = answering.by_engine(model, chat, system)
     if streams:
         output.data("")
     else:
@@ -215,31 +199,3 @@ def _check_texts(**given: Sequence[str | None] | None) -> None:
     for name, texts in given.items():
         for text in texts or ():
             check_unicode(text or "", f"--{name.replace('_', '-')}")
-
-
-def _run(
-    model: LoadedModel,
-    prompts: Sequence["Prompt"],
-    conversations: "list[Messages] | None",
-    params: list[SamplingParams],
-    on_error: OnError,
-    on_text: Callable[[int, int, str], None] | None,
-    view: EngineView | None,
-) -> list["RequestOutput"]:
-    def on_finished(result: "RequestOutput") -> None:
-        if result.error is not None and on_error is OnError.FAIL:
-            raise RunError(f"a prompt failed: {result.error}", hint="--on-error skip goes on with the others")
-        if view is not None:
-            times = [one.metrics for one in result.outputs if one.metrics is not None]
-            view.on_finished(times if result.error is None else [])
-
-    run: RunOptions = {
-        "priority": [prompt.priority for prompt in prompts],
-        "cache_salt": [prompt.cache_salt for prompt in prompts],
-        "on_text": on_text,
-        "on_finished": on_finished,
-        "on_step": None if view is None else view.on_step,
-    }
-    if conversations is None:
-        return model.llm.generate([prompt.text or "" for prompt in prompts], params, **run)
-    return model.llm.chat(conversations, params, **run)

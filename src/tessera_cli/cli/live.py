@@ -7,7 +7,6 @@ is one ``key=value`` line every few seconds and at changes of state, without con
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
@@ -26,25 +25,15 @@ from tessera_cli.cli.terminal import (
     rows,
 )
 from tessera_cli.engine.stats import EngineStats, percentile
+from tessera_cli.serving.benchmark_result import SampleTimes
 
 PERCENTILES = (50, 90, 99)
 
 
-class Latencies(Protocol):
-    """The latencies of a finished sample, in seconds; `tpot` is None for a single output token."""
-
-    @property
-    def ttft(self) -> float | None: ...
-    @property
-    def tpot(self) -> float | None: ...
-    @property
-    def itl(self) -> Sequence[float]: ...
-    @property
-    def e2el(self) -> float | None: ...
-
-
 class EngineView:
     """Shows an engine at work; a context manager, fed by `on_step` and `on_finished`.
+
+    Without KV blocks it is a server somewhere, of which nothing is shown that its clients do not see.
 
     Args:
         console: where to draw; stderr in the program.
@@ -142,7 +131,7 @@ class EngineView:
             return self.stats.num_used_blocks, ""
         return self.peak_used_blocks, "peak "
 
-    def on_finished(self, samples: Sequence[Latencies]) -> None:
+    def on_finished(self, samples: Sequence[SampleTimes]) -> None:
         """Count a finished request with the times of its samples; none for one that failed."""
         if not samples:
             self.num_failed += 1
@@ -173,6 +162,12 @@ class EngineView:
         stats, (prompt_rate, output_rate, _), (used, peak) = self.stats, self._rates(), self._blocks()
         usage = "peak_kv_cache_usage" if peak else "kv_cache_usage"
         hit_rate = self.prefix_cache_hit_rate
+        cache = {
+            "preemptions": self.num_preemptions,
+            usage: f"{used / max(1, stats.num_blocks):.3f}",
+            "cached_blocks": stats.num_cached_blocks,
+            "prefix_cache_hit_rate": None if hit_rate is None else f"{hit_rate:.3f}",
+        }
         fields: dict[str, object] = {
             "state": state,
             "elapsed": f"{self.clock() - self.started:.1f}",
@@ -180,10 +175,7 @@ class EngineView:
             "failed": self.num_failed,
             "running": stats.num_running,
             "waiting": stats.num_waiting,
-            "preemptions": self.num_preemptions,
-            usage: f"{used / stats.num_blocks:.3f}",
-            "cached_blocks": stats.num_cached_blocks,
-            "prefix_cache_hit_rate": None if hit_rate is None else f"{hit_rate:.3f}",
+            **(cache if stats.num_blocks else {}),
             "prompt_throughput": None if prompt_rate is None else f"{prompt_rate:.1f}",
             "output_throughput": None if output_rate is None else f"{output_rate:.1f}",
             "total_output_tokens": self.generation_tokens,
@@ -195,13 +187,14 @@ class EngineView:
 
     def _title_line(self, glyphs: Glyphs, width: int) -> str:
         elapsed = clock_text(self.clock() - self.started)
-        parts = [*self.title, f"block {self.stats.block_size}"]
+        block = [f"block {self.stats.block_size}"] if self.stats.num_blocks else []
+        parts = [*self.title, *block]
         title, room = f" {glyphs.dot} ".join(parts), width - len(elapsed) - 2
         return f" {title[:room]:<{room}} {elapsed}"
 
     def _engine_lines(self, glyphs: Glyphs, width: int) -> list[str]:
         stats, (prompt_rate, output_rate, over), (used, peak) = self.stats, self._rates(), self._blocks()
-        usage, hit_rate = used / stats.num_blocks, self.prefix_cache_hit_rate
+        usage, hit_rate = used / max(1, stats.num_blocks), self.prefix_cache_hit_rate
         # On a narrow terminal the bar gives way to the figure beside it, whose digits must not be cut.
         bar_width = max(0, min(BAR_WIDTH, width - LABEL_WIDTH - 1 - len("  peak 100.0%")))
         sections = {
@@ -224,6 +217,8 @@ class EngineView:
                 f"generated {self.generation_tokens:,}",
             ],
         }
+        if not stats.num_blocks:
+            del sections["KV cache"], sections["requests"][2]
         return [line for label, parts in sections.items() for line in rows(label, parts, width)]
 
     def _latency_lines(self, width: int) -> list[str]:

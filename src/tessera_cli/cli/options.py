@@ -196,6 +196,12 @@ def is_default(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "DEFAULT"
 
 
+def check_one_model(argument: str | None, option: str | None) -> None:
+    """Refuse, with a UsageError, a MODEL and a `--model` that differ."""
+    if argument is not None and option is not None and argument != option:
+        raise UsageError(f"two models: MODEL is {argument!r}, --model is {option!r}", hint="give one of them")
+
+
 def choose_model(argument: str | None, option: str | None, settings: Settings, output: Output) -> str:
     """The model of a command: MODEL or --model, else $TESSERA_MODEL, else the newest finished run.
 
@@ -204,8 +210,7 @@ def choose_model(argument: str | None, option: str | None, settings: Settings, o
     Raises:
         UsageError: two different models are given, or there is none.
     """
-    if argument is not None and option is not None and argument != option:
-        raise UsageError(f"two models: MODEL is {argument!r}, --model is {option!r}", hint="give one of them")
+    check_one_model(argument, option)
     given = argument if argument is not None else option
     if given is not None:
         return given

@@ -9,11 +9,11 @@ import typer
 from tessera_cli.cli import options
 from tessera_cli.cli import simulate_options as own
 from tessera_cli.cli.bench_options import (
-    OutputLenOption,
+    BurstinessOption,
     PercentilesOption,
     RequestRateOption,
-    parse_percentiles,
 )
+from tessera_cli.cli.bench_values import parse_percentiles
 from tessera_cli.cli.output import Output
 from tessera_cli.cli.terminal import wants_live
 from tessera_cli.errors import UsageError
@@ -40,10 +40,10 @@ def simulate(
     num_prompts: own.NumPromptsOption = None,
     input_len: own.InputLenOption = 128,
     prefix_len: own.PrefixLenOption = 0,
-    output_len: OutputLenOption = 128,
+    output_len: own.OutputLenOption = 128,
     range_ratio: own.RangeRatioOption = 0.0,
     request_rate: RequestRateOption = None,
-    burstiness: own.BurstinessOption = 1.0,
+    burstiness: BurstinessOption = 1.0,
     seed: own.SeedOption = 0,
     slo: own.SloOption = None,
     slo_percentile: own.SloPercentileOption = 99.0,

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from tessera_cli.errors import UsageError
-from tessera_cli.serving.simulation_result import METRICS
+from tessera_cli.cli.bench_values import parse_bounds
+from tessera_cli.serving.load_result import METRICS
 
 GpuOption = Annotated[
     str | None,
@@ -68,18 +68,12 @@ ConcurrencyOption = Annotated[
     ),
 ]
 InputLenOption = Annotated[int, typer.Option(min=1, metavar="N", help="Prompt tokens of a request.")]
+OutputLenOption = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of an answer.")]
 RangeRatioOption = Annotated[
     float, typer.Option(metavar="RATIO", help="Spread of both lengths: uniform within LEN x (1 +- RATIO).")
 ]
 PrefixLenOption = Annotated[
     int, typer.Option(min=0, metavar="N", help="Tokens before them, the same in every request.")
-]
-BurstinessOption = Annotated[
-    float,
-    typer.Option(
-        metavar="SHAPE",
-        help="Of the gaps between arrivals: 1 is Poisson, less is burstier, more is steadier.",
-    ),
 ]
 SeedOption = Annotated[int, typer.Option(min=0, metavar="N", help="Of lengths and arrivals.")]
 SloOption = Annotated[
@@ -104,21 +98,5 @@ TargetRateOption = Annotated[
 
 
 def parse_slo(texts: list[str] | None) -> dict[str, float]:
-    """Bounds in milliseconds from ``ttft:200`` or ``ttft:200,tpot:30``, repeated or not.
-
-    Raises:
-        UsageError: no such metric, one given twice, or no positive number.
-    """
-    bounds: dict[str, float] = {}
-    for part in (part for text in texts or () for part in text.replace(",", " ").split()):
-        metric, _, number = part.partition(":")
-        try:
-            bound = float(number)
-        except ValueError:
-            bound = 0.0
-        if metric not in METRICS or metric in bounds or not 0 < bound < float("inf"):
-            raise UsageError(
-                f"--slo {part!r} is not a bound", hint=f"METRIC:MS, each of {', '.join(METRICS)} at most once"
-            )
-        bounds[metric] = bound
-    return bounds
+    """Bounds in milliseconds, by metric; what is none is refused with a UsageError."""
+    return parse_bounds(texts, "--slo", METRICS)

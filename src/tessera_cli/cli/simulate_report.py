@@ -24,9 +24,8 @@ def report(result: "SimulationResult", percentiles: Sequence[float]) -> list[str
         f"prefix hits   {'-' if hit_rate is None else f'{hit_rate:.1%} of the prompt tokens'}",
         "latency ms  " + "".join(f"{name:>10}" for name in ["mean", *(f"p{p:g}" for p in percentiles)]),
     ]
-    for metric, distribution in result.latencies.items():
-        mean = None if distribution.mean is None else distribution.mean * 1000
-        cells = [mean, *(result.percentile_ms(metric, percent) for percent in percentiles)]
+    for metric in result.latencies:
+        cells = [result.mean_ms(metric), *(result.percentile_ms(metric, percent) for percent in percentiles)]
         lines.append(f"  {metric.upper():<10}" + "".join(f"{_milliseconds(cell):>10}" for cell in cells))
     return lines
 

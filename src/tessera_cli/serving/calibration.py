@@ -125,6 +125,10 @@ def _run(path: Path, result: dict[str, Any]) -> MeasuredRun:
     for name, value, wanted in (
         ("config.request_rate", config["request_rate"], None),
         ("config.n", config.get("n", 1), 1),
+        ("config.dataset", config.get("dataset", "random"), "random"),
+        ("config.num_prefixes", config.get("num_prefixes", 1), 1),
+        ("config.long_input_len", config.get("long_input_len"), None),
+        ("backend", result.get("backend", "tessera"), "tessera"),
         ("failed", result["failed"], 0),
     ):
         if value != wanted:

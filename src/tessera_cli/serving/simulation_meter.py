@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from tessera_cli.engine.scheduler_output import SchedulerOutput
 from tessera_cli.engine.sequence import Sequence
 from tessera_cli.serving.cost_model import CostModel, StepLoad
-from tessera_cli.serving.simulation_result import Distribution, SimulationResult
+from tessera_cli.serving.load_result import Distribution
+from tessera_cli.serving.simulation_result import SimulationResult
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from tessera_cli.errors import CapacityError, UsageError
 DEFAULT_CONCURRENCY = 64
 MIN_RATE, MAX_RATE = 1e-6, 1e9  # requests per second
 MIN_BURSTINESS, MAX_BURSTINESS = 1e-3, 1e6
+NANO_LEAST, NANO_LAST_ID = 100, 10_000
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,15 @@ def random_requests(
     vocab_size: int,
     seed: int,
     prefix_len: int = 0,
+    num_prefixes: int = 1,
+    long_input_len: int | None = None,
 ) -> list[BenchmarkRequest]:
     """Requests of random token ids, answered greedily and in full.
 
-    Every prompt starts with the same `prefix_len` tokens, which come on top of its own length.
+    Args:
+        prefix_len: tokens that come before a prompt's own.
+        num_prefixes: how many such beginnings there are; prompts take them in turn.
+        long_input_len: own prompt tokens of the last request, instead of `input_len`.
 
     Raises:
         UsageError: a length that means nothing, or `range_ratio` outside [0, 1).
@@ -45,11 +51,47 @@ def random_requests(
     def token_ids(count: int) -> list[int]:
         return [generator.randrange(vocab_size) for _ in range(count)]
 
-    prefix = token_ids(prefix_len)
-    lengths = random_lengths(
-        num_requests, input_len=input_len, output_len=output_len, range_ratio=range_ratio, seed=seed
+    prefixes = [token_ids(prefix_len) for _ in range(num_prefixes)]
+    lengths = list(
+        random_lengths(
+            num_requests, input_len=input_len, output_len=output_len, range_ratio=range_ratio, seed=seed
+        )
     )
-    return [BenchmarkRequest(prefix + token_ids(num_in), greedy(num_out)) for num_in, num_out in lengths]
+    if long_input_len is not None and lengths:
+        lengths[-1] = long_input_len, lengths[-1][1]
+    return [
+        BenchmarkRequest(prefixes[index % num_prefixes] + token_ids(num_in), greedy(num_out))
+        for index, (num_in, num_out) in enumerate(lengths)
+    ]
+
+
+def nano_requests(
+    num_requests: int, *, input_len: int, output_len: int, vocab_size: int, seed: int
+) -> list[BenchmarkRequest]:
+    """The requests of nano-vllm's benchmark: 256 of up to 1,024 tokens each way, from seed 0, are its own.
+
+    Lengths are uniform from NANO_LEAST to `input_len` and `output_len`, token ids from 0 to NANO_LAST_ID.
+    Every length and id comes from one generator, all prompts before all output lengths.
+
+    Raises:
+        UsageError: a greatest length below the least, or a vocabulary that lacks some of the ids.
+    """
+    if min(input_len, output_len) < NANO_LEAST:
+        raise UsageError(
+            f"nano requests of up to {input_len} tokens in and {output_len} out",
+            hint=f"their lengths begin at {NANO_LEAST}",
+        )
+    if vocab_size <= NANO_LAST_ID:
+        raise UsageError(
+            f"nano requests have token ids up to {NANO_LAST_ID:,}, and the vocabulary has {vocab_size:,}",
+            hint="use random requests",
+        )
+    generator = random.Random(seed)
+    prompts = []
+    for _ in range(num_requests):
+        num_in = generator.randint(NANO_LEAST, input_len)
+        prompts.append([generator.randint(0, NANO_LAST_ID) for _ in range(num_in)])
+    return [BenchmarkRequest(ids, greedy(generator.randint(NANO_LEAST, output_len))) for ids in prompts]
 
 
 def random_lengths(
@@ -94,13 +136,8 @@ def check_lengths(requests: Iterable[BenchmarkRequest], max_model_len: int) -> N
         )
 
 
-def poisson_arrivals(num_requests: int, rate: float | None, seed: int) -> list[float] | None:
-    """`gamma_arrivals` of burstiness 1, whose gaps are exponential."""
-    return gamma_arrivals(num_requests, rate, seed, burstiness=1.0)
-
-
 def gamma_arrivals(
-    num_requests: int, rate: float | None, seed: int, *, burstiness: float
+    num_requests: int, rate: float | None, seed: int, *, burstiness: float = 1.0
 ) -> list[float] | None:
     """Seconds after the start at which requests are due: the first at 0, then gaps of mean 1/rate.
 
@@ -118,6 +155,14 @@ def gamma_arrivals(
     generator = random.Random(seed)
     gaps = (generator.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(num_requests - 1))
     return list(accumulate(gaps, initial=0.0))
+
+
+def check_load(num_requests: int, concurrency: int | None) -> None:
+    """Refuse, with a UsageError, a load of no requests, or one that lets none through."""
+    if not num_requests:
+        raise UsageError("a benchmark without requests", hint="give at least one")
+    if concurrency is not None and concurrency < 1:
+        raise UsageError(f"concurrency {concurrency} is below 1", hint="use 1 or more")
 
 
 def check_range_ratio(range_ratio: float) -> None:

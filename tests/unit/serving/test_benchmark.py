@@ -2,7 +2,6 @@
 
 from collections import deque
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,14 @@ from tessera_cli.engine.sequence import FinishReason
 from tessera_cli.engine.stats import EngineStats, RequestMetrics
 from tessera_cli.errors import CapacityError, UsageError
 from tessera_cli.serving.baseline import TransformersBaseline
-from tessera_cli.serving.benchmark import BenchmarkResult, run_benchmark
+from tessera_cli.serving.benchmark import run_benchmark
+from tessera_cli.serving.benchmark_result import BenchmarkResult
+from tessera_cli.serving.load_result import Distribution
 from tessera_cli.serving.workload import (
     BenchmarkRequest,
     check_lengths,
+    gamma_arrivals,
     greedy,
-    poisson_arrivals,
     random_requests,
 )
 
@@ -94,12 +95,18 @@ def run(engine: FakeEngine, work: list[BenchmarkRequest], **options: object) -> 
     return run_benchmark(engine, work, clock=engine.time.clock, sleep=engine.time.sleep, **options)
 
 
+def seconds(distribution: Distribution) -> list[float]:
+    """All values, in ascending order."""
+    count = distribution.count
+    return [distribution.percentile(100 * rank / max(1, count - 1)) for rank in range(count)]
+
+
 def test_every_sample_of_a_request_is_timed_and_the_request_is_one():
     work = [BenchmarkRequest([1, 2, 3], replace(greedy(4), n=3)) for _ in range(2)]
     ended: list[list[RequestMetrics]] = []
     result = run(FakeEngine(Time()), work, concurrency=1, on_finished=ended.append)
     assert (result.completed, result.total_input_tokens, result.total_output_tokens) == (2, 6, 24)
-    assert {name: len(values) for name, values in result.latencies.items()} == {
+    assert {name: values.count for name, values in result.latencies.items()} == {
         "ttft": 6,
         "tpot": 6,
         "itl": 18,
@@ -114,7 +121,8 @@ def test_the_caches_counts_are_those_of_the_run():
     result = run(engine, requests(*[2] * 6), concurrency=6)
     assert (result.prefix_cache_queries, result.prefix_cache_hits, result.forks) == (18, 6, 0)
     assert result.as_dict()["prefix_cache_hit_rate"] == pytest.approx(1 / 3)
-    assert BenchmarkResult(0, 0, 0, 0, 1.0, 0, 0, {}, []).prefix_cache_hit_rate is None
+    unasked = replace(result, prefix_cache_queries=0, prefix_cache_hits=0)
+    assert unasked.prefix_cache_hit_rate is None
 
 
 def test_runs_on_one_engine_never_use_a_request_id_twice():
@@ -139,10 +147,10 @@ def test_latencies_follow_their_definitions():
     engine = FakeEngine(Time(), width=1)
     result = run(engine, requests(3, 2), concurrency=2)
     # One request at a time: the second waits for the three steps of the first, and that wait is in its TTFT.
-    assert sorted(result.latencies["ttft"]) == pytest.approx([0.5, 2.0])
-    assert sorted(result.latencies["e2el"]) == pytest.approx([1.5, 2.5])
-    assert result.latencies["tpot"] == pytest.approx([0.5, 0.5])
-    assert result.latencies["itl"] == pytest.approx([0.5] * 3)
+    assert seconds(result.latencies["ttft"]) == pytest.approx([0.5, 2.0])
+    assert seconds(result.latencies["e2el"]) == pytest.approx([1.5, 2.5])
+    assert seconds(result.latencies["tpot"]) == pytest.approx([0.5, 0.5])
+    assert seconds(result.latencies["itl"]) == pytest.approx([0.5] * 3)
     assert result.output_throughput == pytest.approx(5 / 2.5)
     assert result.total_token_throughput == pytest.approx((5 + 6) / 2.5)
 
@@ -160,7 +168,7 @@ def test_a_failed_request_adds_neither_tokens_nor_latencies():
     result = run(engine, requests(4, 4, 4), concurrency=3, on_finished=seen.append)
     assert (result.completed, result.failed, result.errors) == (1, 2, ["broken logits"] * 2)
     assert (result.total_input_tokens, result.total_output_tokens) == (3, 4)
-    assert len(result.latencies["ttft"]) == len(result.latencies["e2el"]) == 1
+    assert result.latencies["ttft"].count == result.latencies["e2el"].count == 1
     assert seen.count([]) == 2
 
 
@@ -180,13 +188,13 @@ def test_with_a_rate_the_wait_counts_from_when_a_request_was_due():
     rate, work = 20.0, requests(*[1] * 8)
     engine = FakeEngine(Time())
     result = run(engine, work, concurrency=None, request_rate=rate, seed=3)
-    due = poisson_arrivals(8, rate, 3)
+    due = gamma_arrivals(8, rate, 3)
     now, expected = 0.0, []
     while len(expected) < 8:
         now = max(now, due[len(expected)]) + STEP
         expected += [now - t for t in due[len(expected) :] if t <= now - STEP + 1e-9]
-    assert result.latencies["ttft"] == pytest.approx(expected)
-    assert max(result.latencies["ttft"]) > STEP
+    assert seconds(result.latencies["ttft"]) == pytest.approx(sorted(expected))
+    assert max(expected) > STEP
 
 
 def test_an_idle_engine_sleeps_until_the_next_arrival():
@@ -194,32 +202,56 @@ def test_an_idle_engine_sleeps_until_the_next_arrival():
     result = run(engine, requests(*[1] * 5), concurrency=None, request_rate=0.01, seed=0)
     assert engine.time.slept > 0
     assert result.max_concurrent_requests == 1
-    assert result.latencies["ttft"] == pytest.approx([STEP] * 5)
+    assert seconds(result.latencies["ttft"]) == pytest.approx([STEP] * 5)
 
 
-def test_arrivals_are_poisson_from_their_seed():
-    arrivals = poisson_arrivals(4000, 5.0, 1)
-    assert arrivals == poisson_arrivals(4000, 5.0, 1) != poisson_arrivals(4000, 5.0, 2)
-    assert arrivals[0] == 0.0
-    assert arrivals == sorted(arrivals)
-    gaps = [after - before for before, after in pairwise(arrivals)]
-    mean = sum(gaps) / len(gaps)
-    variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
-    assert mean == pytest.approx(0.2, rel=0.1)
-    assert variance == pytest.approx(0.04, rel=0.2)  # of an exponential: the squared mean
+def test_a_limit_holds_with_a_rate_and_the_wait_for_a_place_counts():
+    engine = FakeEngine(Time())
+    result = run(engine, requests(*[4] * 6), concurrency=2, request_rate=1e6)
+    assert result.max_concurrent_requests == engine.most == 2
+    # All are due at once, and each pair begins when the one before has had its four steps.
+    assert seconds(result.latencies["ttft"]) == pytest.approx([0.5, 0.5, 2.5, 2.5, 4.5, 4.5], abs=1e-4)
 
 
-def test_random_requests_keep_to_their_ranges_and_their_seed():
-    options = {"input_len": 40, "output_len": 20, "range_ratio": 0.5, "vocab_size": 11}
-    work = random_requests(1000, seed=5, **options)
-    assert work == random_requests(1000, seed=5, **options)
-    assert work != random_requests(1000, seed=6, **options)
-    input_lens = {len(request.prompt_token_ids) for request in work}
-    output_lens = {request.params.max_tokens for request in work}
-    assert (min(input_lens), max(input_lens)) == (20, 60)
-    assert (min(output_lens), max(output_lens)) == (10, 30)
-    assert {token for request in work for token in request.prompt_token_ids} == set(range(11))
-    assert all(request.params.ignore_eos and request.params.temperature == 0 for request in work)
+def test_goodput_counts_the_requests_within_every_bound():
+    engine = FakeEngine(Time(), width=1)
+    # One at a time: TTFT 0.5, 2.0, 3.0 s, TPOT 0.5 s each, E2EL 1.5, 2.5, 4.0 s; 4 s in all.
+    result = run(engine, requests(3, 2, 3), concurrency=3)
+    assert result.goodput({"ttft": 2000.0}) == pytest.approx(2 / 4)
+    assert result.goodput({"ttft": 2000.0, "e2el": 1500.0}) == pytest.approx(1 / 4)
+    assert result.goodput({"tpot": 499.0}) == 0
+    assert result.as_dict((50,), {"ttft": 1e9})["request_goodput"] == pytest.approx(result.request_throughput)
+    assert result.as_dict()["request_goodput"] is None
+
+
+def test_of_several_samples_the_slowest_has_to_keep_the_bounds():
+    class Staggers(FakeEngine):
+        def step(self) -> list[SequenceOutput]:
+            self.time.now += STEP
+            number = self.given["0"]
+            self.given["0"] += 1
+            if number == 1:
+                self.queue.clear()
+            return [SequenceOutput("0", number, (7,), finish_reason=FinishReason.LENGTH)]
+
+    work = [BenchmarkRequest([1], replace(greedy(1), n=2))]
+    result = run(Staggers(Time()), work, concurrency=1)
+    assert (result.goodput({"ttft": 999.0}), result.goodput({"ttft": 1000.0})) == (0, 1)
+
+
+def test_the_busiest_second_has_the_most_tokens():
+    result = run(FakeEngine(Time()), requests(4, 4, 2), concurrency=3)
+    # Steps give 3, 3, 2 and 2 tokens at 0.5, 1.0, 1.5 and 2.0 s: the second that begins at 1.0 has 3 + 2.
+    assert result.max_output_tokens_per_s == 3 + 2
+
+
+def test_equal_answers_have_equal_digests_whatever_the_concurrency(tiny_model_dir: Path):
+    engine = load_engine(tiny_model_dir, num_blocks=64, dtype="float32", device="cpu")
+    work = random_requests(4, input_len=8, output_len=4, range_ratio=0.5, vocab_size=300, seed=0)
+    digests = {run_benchmark(engine, work, concurrency=n).output_sha256 for n in (1, 4)}
+    others = run_benchmark(engine, work[::-1], concurrency=4)
+    assert len(digests) == 1
+    assert others.output_sha256 not in digests
 
 
 def test_the_json_has_the_names_that_scripts_know():

@@ -1,0 +1,117 @@
+"""What a client learns from the stream of one answer: texts, their times, and the server's token counts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from tessera_cli.errors import RunError
+
+
+@dataclass
+class StreamedSample:
+    """One of the answers to a prompt. Times are seconds on the client's monotonic clock.
+
+    A server may send several tokens in one chunk and hold back half a character, so that chunks are what a
+    client can time: TTFT ends with the first chunk that has text, an inter-token latency lies between two.
+    How many tokens there are is the server's word.
+    """
+
+    arrival_time: float
+    texts: list[str] = field(default_factory=list)
+    chunk_times: list[float] = field(default_factory=list)
+    finished_time: float | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    num_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def ttft(self) -> float | None:
+        """From arrival to the first text; to the end where no token has any."""
+        first = self.chunk_times[0] if self.chunk_times else self.finished_time
+        return None if first is None else first - self.arrival_time
+
+    @property
+    def itl(self) -> list[float]:
+        """Between chunks of text."""
+        return [later - earlier for earlier, later in pairwise(self.chunk_times)]
+
+    @property
+    def tpot(self) -> float | None:
+        """(E2EL − TTFT) / (tokens − 1); None for fewer than two tokens."""
+        if self.e2el is None or self.ttft is None or self.num_tokens < 2:
+            return None
+        return (self.e2el - self.ttft) / (self.num_tokens - 1)
+
+    @property
+    def e2el(self) -> float | None:
+        """From arrival to the chunk with the finish reason."""
+        return None if self.finished_time is None else self.finished_time - self.arrival_time
+
+
+class StreamedAnswer:
+    """The samples of one request, filled chunk by chunk.
+
+    `num_output_tokens` is of all samples together, as `usage` has it. Each sample's `num_tokens` is set where
+    that says it: with one sample.
+    """
+
+    def __init__(self, arrival_time: float, num_samples: int) -> None:
+        self.samples = [StreamedSample(arrival_time) for _ in range(num_samples)]
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
+        self._has_usage = False
+
+    def take(self, chunk: Any, now: float) -> Iterator[tuple[int, str]]:
+        """Take one event's JSON; each text in it with its sample's number.
+
+        Raises:
+            RunError: the event is an error, or no chunk of this answer.
+        """
+        try:
+            if chunk.get("error"):
+                raise RunError(f"the server failed: {chunk['error']['message']}")
+            if chunk.get("usage"):
+                self._has_usage = True
+                self.num_prompt_tokens = int(chunk["usage"]["prompt_tokens"])
+                self.num_output_tokens = int(chunk["usage"]["completion_tokens"])
+            for choice in chunk["choices"]:
+                text = _take_choice(self.samples[choice["index"]], choice, now)
+                if text:
+                    yield choice["index"], text
+        except (AttributeError, KeyError, TypeError, IndexError) as error:
+            raise RunError(f"the server sent what is no chunk of an answer: {error!r}") from error
+
+    def check_complete(self) -> None:
+        """See that every sample has ended and the tokens were counted.
+
+        Raises:
+            RunError: they have not.
+        """
+        if any(sample.finish_reason is None for sample in self.samples):
+            raise RunError("the server's stream ended before the answer did")
+        if not self._has_usage:
+            raise RunError("the server sent no usage, so its tokens are not counted")
+        if len(self.samples) == 1:
+            self.samples[0].num_tokens = self.num_output_tokens
+
+
+def _take_choice(sample: StreamedSample, choice: dict[str, Any], now: float) -> str:
+    delta = choice["delta"] if "delta" in choice else {"content": choice["text"]}
+    # A reasoning model's thoughts are tokens like others, though no part of the answer.
+    text = delta.get("content") or ""
+    if text or delta.get("reasoning_content") or delta.get("reasoning"):
+        sample.chunk_times.append(now)
+    if text:
+        sample.texts.append(text)
+    if choice.get("logprobs"):
+        sample.logprobs.append(choice["logprobs"])
+    if choice.get("finish_reason"):
+        sample.finished_time, sample.finish_reason = now, str(choice["finish_reason"])
+        sample.stop_reason = choice.get("stop_reason")
+    return text
