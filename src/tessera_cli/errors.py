@@ -1,5 +1,6 @@
 """The errors that a user can cause or has to know about; anything else is a bug and shows a traceback."""
 
+import re
 from enum import IntEnum
 
 
@@ -28,9 +29,22 @@ class TesseraError(Exception):
 
 
 class UsageError(TesseraError):
-    """A wrong option, argument, file or environment variable, found before any work starts."""
+    """A wrong option, argument, file or environment variable, found before any work starts.
+
+    `param` is the parameter whose value is wrong, where the fault is that of one.
+    """
 
     exit_code = ExitCode.USAGE
+
+    def __init__(self, message: str, *, hint: str | None = None, param: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.param = param
+
+    def renamed(self, name: str) -> "UsageError":
+        """The same fault of the parameter that the user knows as `name`."""
+        named = re.compile(rf"^{re.escape(self.param or '')}\b")
+        hint = None if self.hint is None else named.sub(name, self.hint)
+        return UsageError(named.sub(name, self.message), hint=hint, param=name)
 
 
 class RecipeError(UsageError):

@@ -13,6 +13,7 @@ import uvicorn
 
 from tessera_cli.engine.engine import Engine
 from tessera_cli.serving.api.app import create_app
+from tessera_cli.serving.api.bounded_http import BoundedHttp
 from tessera_cli.serving.api.config import ServerConfig
 from tessera_cli.serving.async_llm import AsyncLLM
 from tessera_cli.serving.llm import LLM
@@ -67,7 +68,13 @@ def running(
     )
     server = uvicorn.Server(
         uvicorn.Config(
-            app, port=0, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=2
+            app,
+            port=0,
+            http=BoundedHttp,
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            timeout_graceful_shutdown=2,
         )
     )
     thread = threading.Thread(target=server.run)

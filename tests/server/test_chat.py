@@ -102,36 +102,69 @@ def test_an_answer_can_be_any_json_object(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "named"),
+    ("fields", "param"),
     [
         ({"audio": {}}, "audio"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
-        ({"tools": [TOOL]}, "template"),
+        ({"store": True}, "store"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"modalities": ["audio"]}, "modalities[0]"),
+        ({"metadata": {"run": 3}}, "metadata.run"),
+        ({"model": 3}, "model"),
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "role"),
-        ({"messages": [{"role": "user"}]}, "content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "template"),
+        ({"messages": [{"role": "user", "content": "word " * 300}]}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
         ({"response_format": {"type": "xml"}}, "response_format"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 3}}}},
-            "json_schema",
-        ),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
+        ({"response_format": {"type": "json_schema", "json_schema": BAD_SCHEMA}}, "response_format"),
         ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 1e9}, "temperature"),
         ({"stop": [""]}, "stop"),
+        ({"stop": [3]}, "stop[0]"),
         ({"seed": -1}, "seed"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
     ],
 )
-def test_what_cannot_be_done_is_a_400_that_names_it(
-    server: Running, client: openai.OpenAI, fields: dict[str, Any], named: str
+def test_what_cannot_be_done_is_a_400_that_names_the_field(
+    server: Running, fields: dict[str, Any], param: str
 ) -> None:
-    with pytest.raises(openai.BadRequestError, match=named) as caught:
-        client.chat.completions.create(**ASK | fields)
-    assert caught.value.body["type"] == "invalid_request_error"  # type: ignore[index]
+    answer = server.http.post("/v1/chat/completions", json=ASK | fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
     server.wait_until_idle()
+
+
+def test_what_clients_send_unasked_changes_nothing(client: openai.OpenAI) -> None:
+    plain = client.chat.completions.create(**ASK, max_tokens=9, temperature=0)
+    answer = client.chat.completions.create(
+        **ASK,
+        max_tokens=9,
+        temperature=0,
+        store=False,
+        metadata={"run": "3"},
+        service_tier="auto",
+        user="ada",
+        safety_identifier="ada",
+        prompt_cache_key="k",
+        modalities=["text"],
+    )
+    assert answer.choices == plain.choices
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +179,7 @@ def tool_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
         "{% endfor %}\n{% endfor %}"
     )
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with running(path) as server:
+    with running(path, engine_options={"max_model_len": 512}) as server:
         yield server
 
 
@@ -206,3 +239,88 @@ def test_a_broken_call_stays_text(tool_server: Running, monkeypatch: pytest.Monk
     answer = tool_server.http.post("/v1/chat/completions", json=ASK | {"tools": [TOOL]}).json()
     assert answer["choices"][0]["message"]["content"] == said
     assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+WEATHER = {
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "maximum": 9}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+        "$defs": {"city": {"enum": ["Ulm", "Rom"]}},
+    },
+}
+FORCED: dict[str, Any] = ASK | {"temperature": 2.0, "max_tokens": 120}
+
+
+def calls_of(answer: Any, stream: bool) -> tuple[str, list[Any], str]:
+    """The text, the calls and the finish reason of an answer with one choice."""
+    if not stream:
+        (choice,) = answer.choices
+        return choice.message.content or "", choice.message.tool_calls or [], choice.finish_reason
+    choices = [choice for chunk in answer for choice in chunk.choices]
+    calls = [call for choice in choices for call in choice.delta.tool_calls or []]
+    return "".join(choice.delta.content or "" for choice in choices), calls, choices[-1].finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_named_tool_is_called_with_arguments_of_its_schema(tool_server: Running, stream: bool) -> None:
+    tools: Any = [TOOL | {"function": {"name": "other"}}, TOOL | {"function": WEATHER | {"strict": True}}]
+    choice: Any = {"type": "function", "function": {"name": "weather"}}
+    with openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="x", max_retries=0) as client:
+        for seed in range(4):
+            answer = client.chat.completions.create(
+                **FORCED, seed=seed, tools=tools, tool_choice=choice, stream=stream
+            )
+            text, (call,), reason = calls_of(answer, stream)
+            assert (text, call.function.name, reason) == ("", "weather", "stop")
+            arguments = json.loads(call.function.arguments)
+            assert arguments["city"] in ("Ulm", "Rom")
+            assert arguments["days"] <= 9
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_where_a_call_is_required_there_is_one(tool_server: Running, stream: bool) -> None:
+    tools: Any = [TOOL | {"function": {"name": "now"}}, TOOL | {"function": WEATHER}]
+    fields = FORCED | {"tools": tools, "tool_choice": "required", "stream": stream}
+    called = set()
+    with openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="x", max_retries=0) as client:
+        for seed in range(8):
+            answer = client.chat.completions.create(**fields, parallel_tool_calls=False, seed=seed)
+            text, (call,), reason = calls_of(answer, stream)
+            assert (text, reason) == ("", "tool_calls")
+            if call.function.name == "now":
+                assert json.loads(call.function.arguments) == {}
+            called.add(call.function.name)
+    assert called == {"now", "weather"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "always", "tools": [TOOL]}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "no"}}, "tools": [TOOL]},
+            "tool_choice.function.name",
+        ),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": [TOOL | {"function": WEATHER | {"strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {
+                "tools": [TOOL | {"function": {"name": "x", "parameters": {"type": 3}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+    ],
+)
+def test_a_choice_of_tools_that_cannot_be_kept_to_is_refused(
+    tool_server: Running, fields: dict[str, Any], param: str
+) -> None:
+    answer = tool_server.http.post("/v1/chat/completions", json=ASK | fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param

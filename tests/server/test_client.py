@@ -139,10 +139,19 @@ def test_what_a_server_cannot_be_asked_is_told_before_any_request(
     assert "state=" not in err
 
 
-@pytest.mark.parametrize("address", ["nonsense", "ftp://127.0.0.1", "http://", "http://127.0.0.1:9/"])
-def test_where_no_server_answers_it_is_said(tessera, address: str):
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("nonsense", ExitCode.USAGE),
+        ("ftp://127.0.0.1", ExitCode.USAGE),
+        ("http://", ExitCode.USAGE),
+        ("http://127.0.0.1:8000/v1?x=1", ExitCode.USAGE),
+        ("http://127.0.0.1:9/", ExitCode.FAILED),
+    ],
+)
+def test_where_no_server_answers_it_is_said(tessera, address: str, expected: ExitCode):
     code, _, err = tessera("bench", *LOAD, "--base-url", address)
-    assert code == ExitCode.USAGE
+    assert code == expected
     assert "Traceback" not in err
     assert "hint:" in err
 

@@ -2,12 +2,15 @@
 
 import json
 import socket
+import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server.running import MODEL, Running
+from tessera_cli.serving.api.bounded_http import BoundedHttp
+from tests.server.running import MODEL, Running, running
 
 GOOD = {"model": MODEL, "prompt": "fox", "max_tokens": 2, "temperature": 0}
 
@@ -153,3 +156,58 @@ def test_unknown_paths_and_methods_have_errors_of_the_same_shape(server: Running
     error_of(server.http.get("/v1/embeddings"), 404)
     error_of(server.http.get("/v1/completions"), 405)
     error_of(server.http.get("/v1/models/other"), 404)
+
+
+def drip(server: Running, data: bytes) -> tuple[bytes, int]:
+    """Send `data` byte by byte until the server hangs up; what it said, and how many bytes it took."""
+    host, port = server.url.removeprefix("http://").split(":")
+    answer, sent = b"", 0
+    with socket.create_connection((host, int(port)), timeout=10) as connection, suppress(ConnectionError):
+        connection.setblocking(False)
+        for sent in range(len(data)):
+            connection.send(data[sent : sent + 1])
+            time.sleep(0.02)
+            with suppress(BlockingIOError):
+                answer += (part := connection.recv(65536))
+                if not part:
+                    break
+    return answer, sent
+
+
+def test_a_head_of_one_byte_at_a_time_is_hung_up_on(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BoundedHttp, "head_timeout", 0.3)
+    data = b"GET /version HTTP/1.1\r\nx-slow: " + b"y" * 1000
+    answer, sent = drip(server, data)
+    assert answer == b""
+    assert sent < len(data) - 1
+
+
+def test_a_body_of_one_byte_at_a_time_is_a_408(tiny_model_dir: Path) -> None:
+    with running(tiny_model_dir, body_timeout=0.3) as slow:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5000\r\n\r\n"
+        host, port = slow.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(head + b"{")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 408")
+        assert slow.http.post("/v1/completions", json=GOOD).status_code == 200
+
+
+def test_a_connection_that_says_nothing_is_closed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BoundedHttp, "head_timeout", 0.2)
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize("size", [40_000, 2_000_000])
+def test_a_head_that_is_too_large_is_refused_whether_it_ends_or_not(server: Running, size: int) -> None:
+    for end in (b"", b"\r\n\r\n"):
+        answer = raw(server, b"GET /version HTTP/1.1\r\nhost: x\r\nx-large: " + b"y" * size + end)
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
+
+
+def test_requests_on_one_connection_have_a_head_of_their_own(server: Running) -> None:
+    head = b"GET /version HTTP/1.1\r\nhost: x\r\nx-large: " + b"y" * 20_000 + b"\r\n\r\n"
+    assert raw(server, head * 3).count(b"HTTP/1.1 200") == 3
+    for _ in range(2):
+        assert server.http.post("/v1/completions", json=GOOD | {"user": "u" * 50_000}).status_code == 200

@@ -31,7 +31,7 @@ def serving(model_dir: Path, *options: str) -> Iterator[tuple[subprocess.Popen[s
     assert process.stderr is not None
     lines: list[str] = []
     first = process.stderr.readline()
-    found = re.search(r"http://\S+:\d+", first)
+    found = re.search(r"https?://\S+:\d+", first)
     rest = process.stderr
     reader = threading.Thread(target=lambda: lines.extend(rest))
     reader.start()
@@ -102,7 +102,7 @@ def test_a_second_signal_ends_at_once(tiny_model_dir: Path) -> None:
         (("--host", "256.0.0.1"), "cannot listen on 256.0.0.1"),
         (("--port", "70000"), "--port"),
         (("--api-key", ""), "API key is empty"),
-        (("--ssl-certfile", "x.pem", "--ssl-keyfile", "y.pem"), "TLS certificate"),
+        (("--ssl-certfile", "x.pem", "--ssl-keyfile", "y.pem"), "no TLS: x.pem cannot be read"),
     ],
 )
 def test_what_cannot_be_served_is_an_error_in_a_line(

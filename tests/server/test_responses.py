@@ -1,5 +1,6 @@
 """The plain-text part of the responses interface, through OpenAI's own client."""
 
+import json
 from typing import Any
 
 import openai
@@ -55,7 +56,72 @@ def test_a_conversation_is_taken_in_parts(client: openai.OpenAI) -> None:
     )
 
 
-@pytest.mark.parametrize("field", ["previous_response_id", "tools", "background", "reasoning"])
-def test_what_cannot_be_done_is_a_400_that_names_it(client: openai.OpenAI, field: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=field):
-        client.responses.create(**ASK, extra_body={field: "x"})
+def test_an_answer_can_be_sent_back_as_it_is(client: openai.OpenAI) -> None:
+    first = client.responses.create(**ASK)
+    asked: Any = {"role": "user", "content": "How are you?"}
+    turns: Any = [asked, *first.output, {"role": "user", "content": "?"}]
+    messages: Any = [
+        asked,
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "?"},
+    ]
+    second = client.responses.create(**ASK | {"input": turns})
+    chat = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=9, temperature=0)
+    assert second.output_text == chat.choices[0].message.content
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+FORM: Any = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}}
+
+
+def test_a_text_format_is_kept_to(client: openai.OpenAI) -> None:
+    answer = client.responses.create(**ASK | {"max_output_tokens": 40, "temperature": 2.0}, text=FORM)
+    assert json.loads(answer.output_text)["n"] in (1, 2)
+    assert answer.status == "completed"
+
+
+def test_the_clients_stream_helper_reads_the_events(client: openai.OpenAI) -> None:
+    with client.responses.stream(**ASK | {"max_output_tokens": 40}, text=FORM) as stream:
+        deltas = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert stream.get_final_response().output_text == deltas
+
+
+def test_what_clients_send_unasked_changes_nothing(client: openai.OpenAI) -> None:
+    answer = client.responses.create(
+        **ASK,
+        store=False,
+        metadata={"run": "3"},
+        tools=[],
+        tool_choice="auto",
+        parallel_tool_calls=True,
+        include=[],
+        truncation="disabled",
+        service_tier="auto",
+        text={"format": {"type": "text"}},
+    )
+    assert answer.output_text == client.responses.create(**ASK).output_text
+    assert answer.metadata == {"run": "3"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "x"}, "previous_response_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"background": True}, "background"),
+        ({"reasoning": {}}, "reasoning"),
+        ({"store": True}, "store"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"input": "word " * 300}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": 3}}}}, "text"),
+    ],
+)
+def test_what_cannot_be_done_is_a_400_that_names_the_field(
+    server: Running, fields: dict[str, Any], param: str
+) -> None:
+    answer = server.http.post("/v1/responses", json=ASK | fields)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param

@@ -164,6 +164,7 @@ def _run(
 ) -> None:
     from tessera_cli.serving.api.server import serve
 
+    endpoint.check_tls()
     with endpoint.bind() as bound, _access_log() if access_log else nullcontext():
         url = endpoint.url(bound)
         output.note(f"listening {url}, loading {config.model_names[0]}")

@@ -23,7 +23,7 @@ def check_request(sequence: Sequence, config: EngineConfig, *, is_known: bool) -
     if is_known:
         raise UsageError(f"{name} is already in the engine", hint="give each live request its own id")
     if sequence.num_tokens == 0:
-        raise UsageError(f"{name} has an empty prompt", hint="give at least one token")
+        raise UsageError(f"{name} has an empty prompt", hint="give at least one token", param="prompt")
     require("priority", repr(sequence.priority), isinstance(sequence.priority, int), "a whole number")
     salt = sequence.cache_salt
     require("cache_salt", repr(salt), salt is None or isinstance(salt, str), "text")
@@ -31,12 +31,14 @@ def check_request(sequence: Sequence, config: EngineConfig, *, is_known: bool) -
         raise UsageError(
             f"{name} has priority {sequence.priority}, and the engine goes by arrival alone",
             hint='leave the priority out, or use scheduling_policy="priority"',
+            param="priority",
         )
     if sequence.num_tokens >= config.max_model_len:
         raise CapacityError(
             f"{name} has a prompt of {sequence.num_tokens} tokens, which leaves no room for output in"
             f" max_model_len={config.max_model_len}",
             hint=f"shorten the prompt to {config.max_model_len - 1} tokens or raise max_model_len",
+            param="prompt",
         )
     num_samples = 1 + sequence.num_pending_forks
     if num_samples > config.max_num_slots:
@@ -45,6 +47,7 @@ def check_request(sequence: Sequence, config: EngineConfig, *, is_known: bool) -
             f"{name} asks for n={num_samples} samples, which run at once, and {limit} is"
             f" {getattr(config, limit)}",
             hint=f"lower n or raise {limit}",
+            param="n",
         )
 
 
@@ -60,11 +63,13 @@ def check_prompt(request_id: str, token_ids: Iterable[int], vocab_size: int) -> 
         raise UsageError(
             f"request {request_id!r} has a prompt that is no list of token ids: {error}",
             hint="give token ids, which are whole numbers",
+            param="prompt",
         ) from None
     bad = next((token for token in prompt if not 0 <= token < vocab_size), None)
     if bad is not None:
         raise UsageError(
             f"request {request_id!r} has a prompt with token id {bad}",
             hint=f"the model's ids go from 0 to {vocab_size - 1}",
+            param="prompt",
         )
     return prompt

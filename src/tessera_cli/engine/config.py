@@ -83,4 +83,4 @@ class EngineConfig:
 
 def require(name: str, value: object, is_valid: bool, expected: str) -> None:
     if not is_valid:
-        raise UsageError(f"{name}={value} is out of range", hint=f"{name} has to be {expected}")
+        raise UsageError(f"{name}={value} is out of range", hint=f"{name} has to be {expected}", param=name)

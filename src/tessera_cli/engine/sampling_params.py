@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 from tessera_cli.engine.config import require
 from tessera_cli.errors import UsageError
@@ -44,13 +44,13 @@ class StructuredOutput:
             )
         require("json_object", self.json_object, isinstance(self.json_object, bool), "true or false")
         for name, text in (("regex", self.regex), ("grammar", self.grammar)):
-            require(
-                name, repr(text), text is None or (isinstance(text, str) and text != ""), "text, not empty"
-            )
+            if text is not None and not (isinstance(text, str) and text):
+                raise UsageError(f"{name} is {text!r}", hint=f"{name} has to be text, not empty", param=name)
         if self.choice is not None:
             choice = _as_tuple(self.choice)
-            is_choice = bool(choice) and all(isinstance(text, str) and text for text in choice or ())
-            require("choice", self.choice, is_choice, "one or more texts, none of them empty")
+            if not choice or not all(isinstance(text, str) and text for text in choice):
+                hint = "choice has to be one or more texts, none of them empty"
+                raise UsageError(f"choice is {self.choice!r}", hint=hint, param="choice")
             object.__setattr__(self, "choice", choice)
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
@@ -80,6 +80,8 @@ class SamplingParams:
         stop_token_ids: tokens that end the output beside the model's own.
         logprobs: so many of the most likely tokens are told with each output token, 0 to 20; None tells none.
         prompt_logprobs: the same for the prompt's tokens.
+        prompt_logprobs_start: the first prompt position that they are told of; only what is before it can come
+            from the prefix cache.
         structured_output: the form that the output has to have.
 
     Raises:
@@ -103,6 +105,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
@@ -132,8 +135,8 @@ class SamplingParams:
             require(
                 "logit_bias", f"{{{token!r}: ...}}", _is_int(token, 0), "a mapping of token ids, at least 0"
             )
-            name = f"logit_bias of token {token}"
-            _require_number(name, bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, "from -100 to 100")
+            is_bias = _is_number(bias) and -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS
+            require("logit_bias", f"{{{token}: {bias!r}}}", is_bias, "from -100 to 100 for each token")
         object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
 
     def _check_lengths(self) -> None:
@@ -148,6 +151,13 @@ class SamplingParams:
             require(
                 name, value, value is None or _is_int(value, 0, MAX_LOGPROBS), f"from 0 to {MAX_LOGPROBS}"
             )
+        first = self.prompt_logprobs_start
+        require("prompt_logprobs_start", first, _is_int(first, 0), "a prompt position, from 0")
+        if first and self.prompt_logprobs is None:
+            raise UsageError(
+                f"prompt_logprobs_start is {first} and no prompt_logprobs are asked for",
+                hint="ask for them with prompt_logprobs=0",
+            )
         if self.structured_output is None:
             return
         is_structured = isinstance(self.structured_output, StructuredOutput)
@@ -158,6 +168,7 @@ class SamplingParams:
             raise UsageError(
                 f"structured_output ends where its form is complete, and {other} forbids that",
                 hint=f"leave out {other}, or ask for the length in the form itself",
+                param=other,
             )
 
     def _check_stops(self) -> None:
@@ -182,7 +193,9 @@ def check_against_vocabulary(params: SamplingParams, vocab_size: int) -> None:
         bad = next((token for token in token_ids if token >= vocab_size), None)
         if bad is not None:
             raise UsageError(
-                f"{name} has token id {bad}", hint=f"the model's ids go from 0 to {vocab_size - 1}"
+                f"{name} has token id {bad}",
+                hint=f"the model's ids go from 0 to {vocab_size - 1}",
+                param=name,
             )
 
 
@@ -194,9 +207,12 @@ def _require_number(
     name: str, value: object, low: float, high: float, expected: str, *, above: bool = False
 ) -> None:
     """A number from `low` to `high`, both finite, or with `above` greater than `low`; a NaN fails."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_valid = is_number and low <= value <= high and not (above and value == low)  # type: ignore[operator]
+    is_valid = _is_number(value) and low <= value <= high and not (above and value == low)
     require(name, value, is_valid, expected)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _as_tuple(values: Iterable[Any]) -> tuple[Any, ...] | None:
@@ -210,7 +226,11 @@ def _schema_text(schema: str | Mapping[str, Any]) -> str:
         parsed = json.loads(schema) if isinstance(schema, str) else dict(schema)
         text = json.dumps(parsed, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"json_schema is not JSON: {str(error).splitlines()[0]}", hint=hint) from error
+        raise UsageError(
+            f"json_schema is not JSON: {str(error).splitlines()[0]}", hint=hint, param="json_schema"
+        ) from error
     if not isinstance(parsed, dict):
-        raise UsageError(f"json_schema is {text[:40]}, which is not an object", hint=hint)
+        raise UsageError(
+            f"json_schema is {text[:40]}, which is not an object", hint=hint, param="json_schema"
+        )
     return text

@@ -97,6 +97,7 @@ class GrammarVocabulary:
             raise UsageError(
                 f"{name} cannot be compiled: {_one_line(matcher.get_error())}",
                 hint="the forms are those of llguidance: https://github.com/guidance-ai/llguidance",
+                param=name,
             )
         # llguidance insists on an end-of-sequence token; one that the model does not have is never sampled.
         return Matcher(matcher, () if self._eos_token_ids else tuple(tokenizer.eos_tokens))
@@ -113,6 +114,7 @@ class GrammarVocabulary:
             raise UsageError(
                 f"structured output cannot use {self._tokenizer_file}: {_one_line(str(error))}",
                 hint="leave out structured_output for this model",
+                param="structured_output",
             ) from error
 
 

@@ -15,7 +15,8 @@ from tessera_cli.engine.snapshot import EngineSnapshot
 from tessera_cli.engine.stats import EngineStats
 from tessera_cli.errors import TesseraError
 from tessera_cli.models.tokenizer import Tokenizer
-from tessera_cli.serving.engine_thread import EngineError, EngineThread, Event, NewRequest
+from tessera_cli.serving.engine_events import EngineError, Event
+from tessera_cli.serving.engine_thread import EngineThread, NewRequest
 from tessera_cli.serving.generation import Generation
 from tessera_cli.serving.text_stream import TextStream
 

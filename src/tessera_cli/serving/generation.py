@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 
 from tessera_cli.errors import TesseraError
-from tessera_cli.serving.engine_thread import Chunk, Event, RequestFailed
+from tessera_cli.serving.engine_events import Chunk, Event, RequestFailed
 
 # Told of a request that is over, and whether the engine is to abort it.
 Forget = Callable[[str, bool], None]

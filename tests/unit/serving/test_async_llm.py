@@ -12,7 +12,7 @@ from tessera_cli.engine.engine import Engine
 from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.errors import CapacityError, UsageError
 from tessera_cli.serving.async_llm import AsyncLLM, DrainingError, QueueFullError, Status
-from tessera_cli.serving.engine_thread import EngineError
+from tessera_cli.serving.engine_events import EngineError
 from tessera_cli.serving.generation import Generation, RequestTimeoutError
 from tessera_cli.serving.llm import LLM
 from tessera_cli.serving.outputs import CompletionOutput

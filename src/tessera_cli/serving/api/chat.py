@@ -7,15 +7,16 @@ from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
 from tessera_cli.engine.sequence import FinishReason
-from tessera_cli.errors import TesseraError
+from tessera_cli.errors import TesseraError, UsageError
 from tessera_cli.serving.api import sse
 from tessera_cli.serving.api.conversation import encode_conversation
-from tessera_cli.serving.api.errors import UnsupportedParameterError, tell
+from tessera_cli.serving.api.errors import named_as, tell
 from tessera_cli.serving.api.json_route import JsonRoute
-from tessera_cli.serving.api.protocol import ChatCompletionRequest
+from tessera_cli.serving.api.protocol import ChatCompletionRequest, NamedTool
 from tessera_cli.serving.api.service import Answering, Service, Serving
 from tessera_cli.serving.api.tool_calls import ParsedCall, ToolCallParser
-from tessera_cli.serving.engine_thread import Chunk
+from tessera_cli.serving.api.tool_choice import check_tools, forced_form, offered_tools
+from tessera_cli.serving.engine_events import Chunk
 from tessera_cli.serving.outputs import CompletionOutput
 
 router = APIRouter(route_class=JsonRoute)
@@ -26,15 +27,18 @@ async def create_chat_completion(body: ChatCompletionRequest, service: Serving) 
     """Answer a conversation, `n` times; the answer may be as long as the context has room."""
     service.check_model(body.model)
     _check(body)
-    tools = None if body.tool_choice == "none" else body.tools
+    tools = offered_tools(body)
     prompt = await encode_conversation(service.llm.tokenizer, body.messages, tools)
-    params = body.sampling_params(
-        max_tokens=_first(body.max_completion_tokens, body.max_tokens, service.room(prompt)),
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        structured_output=body.structured_output,
+    with named_as(body.field_names):
+        params = body.sampling_params(
+            max_tokens=_first(body.max_completion_tokens, body.max_tokens, service.room(prompt)),
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            structured_output=forced_form(body) or body.response_form,
+        )
+        answering = await service.generate([prompt], params, body)
+    answer = _ChatAnswer(
+        service, answering, calls_tools=tools is not None, names_tool=isinstance(body.tool_choice, NamedTool)
     )
-    answering = await service.generate([prompt], params, body)
-    answer = _ChatAnswer(service, answering, calls_tools=tools is not None)
     if body.stream:
         return sse.stream(answer.events(body.includes_usage))
     return JSONResponse(await answer.whole())
@@ -44,20 +48,14 @@ def _check(body: ChatCompletionRequest) -> None:
     """Refuse what contradicts itself.
 
     Raises:
-        UnsupportedParameterError: it does.
+        UsageError: it does.
     """
     limits = {body.max_tokens, body.max_completion_tokens} - {None}
     if len(limits) > 1:
-        raise UnsupportedParameterError("max_tokens", "max_tokens and max_completion_tokens are not the same")
+        raise UsageError("max_tokens and max_completion_tokens are not the same", param="max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
-        raise UnsupportedParameterError("top_logprobs", "top_logprobs needs logprobs to be true")
-    for name in ("tool_choice", "parallel_tool_calls"):
-        if getattr(body, name) is not None and body.tools is None:
-            raise UnsupportedParameterError(name, f"{name} is set, and there are no tools")
-    if body.tools is not None and body.tool_choice != "none" and body.structured_output is not None:
-        raise UnsupportedParameterError(
-            "response_format", "an answer with a response_format cannot call tools"
-        )
+        raise UsageError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    check_tools(body)
 
 
 def _first(*values: int | None) -> int | None:
@@ -67,9 +65,10 @@ def _first(*values: int | None) -> int | None:
 class _Message:
     """One choice as it grows: its text, and the calls in it if it may have any."""
 
-    def __init__(self, index: int, *, calls_tools: bool) -> None:
+    def __init__(self, index: int, *, calls_tools: bool, names_tool: bool) -> None:
         self.index = index
         self.has_begun = False
+        self._names_tool = names_tool
         self._parser = ToolCallParser() if calls_tools else None
         self._num_calls = 0
 
@@ -83,8 +82,8 @@ class _Message:
         ]
 
     def finish_reason(self, output: CompletionOutput) -> str:
-        """Why it ended, in OpenAI's words."""
-        if self._num_calls and output.finish_reason is FinishReason.STOP:
+        """Why it ended, in OpenAI's words: a call that the request itself names ends with "stop"."""
+        if self._num_calls and not self._names_tool and output.finish_reason is FinishReason.STOP:
             return "tool_calls"
         return str(output.finish_reason)
 
@@ -97,11 +96,15 @@ class _Message:
 class _ChatAnswer:
     """One answer on its way."""
 
-    def __init__(self, service: Service, answering: Answering, *, calls_tools: bool) -> None:
+    def __init__(
+        self, service: Service, answering: Answering, *, calls_tools: bool, names_tool: bool
+    ) -> None:
         self._service = service
         self._answering = answering
-        self._calls_tools = calls_tools
-        self._messages = [_Message(i, calls_tools=calls_tools) for i in range(answering.num_choices)]
+        self._messages = [
+            _Message(index, calls_tools=calls_tools, names_tool=names_tool)
+            for index in range(answering.num_choices)
+        ]
         self._head = {
             "id": service.new_id("chatcmpl"),
             "object": "chat.completion",

@@ -6,13 +6,13 @@ from typing import Any
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
-from tessera_cli.errors import TesseraError
+from tessera_cli.errors import TesseraError, UsageError
 from tessera_cli.serving.api import sse
-from tessera_cli.serving.api.errors import UnsupportedParameterError, tell
+from tessera_cli.serving.api.errors import named_as, tell
 from tessera_cli.serving.api.json_route import JsonRoute
 from tessera_cli.serving.api.protocol import CompletionRequest
 from tessera_cli.serving.api.service import Answering, Service, Serving
-from tessera_cli.serving.engine_thread import Chunk
+from tessera_cli.serving.engine_events import Chunk
 from tessera_cli.serving.outputs import Logprob
 
 router = APIRouter(route_class=JsonRoute)
@@ -25,16 +25,15 @@ async def create_completion(body: CompletionRequest, service: Serving) -> Respon
     prompts = await _prompts(body, service)
     wants_none = body.max_tokens == 0
     if wants_none and not body.echo:
-        raise UnsupportedParameterError(
-            "max_tokens", "max_tokens is 0 and echo is not set, so nothing is asked for"
+        raise UsageError("max_tokens is 0 and echo is not set, so nothing is asked for", param="max_tokens")
+    with named_as(body.field_names):
+        params = body.sampling_params(
+            # The engine ends with a token; where none is wanted it is made and not shown.
+            max_tokens=1 if wants_none else body.max_tokens,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if body.echo else None,
         )
-    params = body.sampling_params(
-        # The engine ends with a token; where none is wanted it is made and not shown.
-        max_tokens=1 if wants_none else body.max_tokens,
-        logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
-    )
-    answering = await service.generate([ids for _, ids in prompts], params, body)
+        answering = await service.generate([ids for _, ids in prompts], params, body)
     completion = _Completion(body, service, answering, prompts, shows_output=not wants_none)
     if body.stream:
         return sse.stream(completion.events(body.includes_usage))

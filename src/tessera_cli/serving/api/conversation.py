@@ -5,9 +5,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tessera_cli.errors import DataError
+from tessera_cli.errors import UsageError
 from tessera_cli.models.tokenizer import Tokenizer
-from tessera_cli.serving.api.errors import UnsupportedParameterError
 from tessera_cli.serving.api.protocol import ChatMessage, Tool
 
 # Rendering and tokenising this many characters takes about a millisecond.
@@ -24,11 +23,12 @@ async def encode_conversation(
     """Token ids of a conversation as the model's chat template writes it.
 
     Raises:
-        UnsupportedParameterError: tools, or turns that speak of them, and the template does not write them.
+        UsageError: tools, or turns that speak of them, and the template does not write them; a turn that
+            contradicts itself.
         DataError: the template refuses the messages.
         ModelError: the model has no chat template.
     """
-    turns = [_turn(message) for message in messages]
+    turns = [_turn(message, f"messages[{place}]") for place, message in enumerate(messages)]
     if tools is not None or any("tool_calls" in turn or turn["role"] == "tool" for turn in turns):
         _check_template(tokenizer.chat_template or "", "messages" if tools is None else "tools")
     definitions = None if tools is None else [tool.model_dump(exclude_none=True) for tool in tools]
@@ -38,29 +38,40 @@ async def encode_conversation(
         return tokenizer.encode(text, add_special_tokens=False)  # the template writes BOS itself
 
     size = sum(len(turn["content"]) for turn in turns)
-    return await asyncio.to_thread(encode) if size > _LARGE else encode()
+    try:
+        return await asyncio.to_thread(encode) if size > _LARGE else encode()
+    except UsageError as error:
+        error.param = "messages"
+        raise
 
 
 def _check_template(template: str, param: str) -> None:
     if "tools" not in template:
-        raise UnsupportedParameterError(param, "the model's chat template knows no tools")
+        raise UsageError("the model's chat template knows no tools", param=param)
     if "<tool_call>" not in template:
-        raise UnsupportedParameterError(
-            param, "the model's chat template calls tools in another form than <tool_call>"
+        raise UsageError(
+            "the model's chat template calls tools in another form than <tool_call>", param=param
         )
 
 
-def _turn(message: ChatMessage) -> dict[str, Any]:
+def _turn(message: ChatMessage, place: str) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
     is_call = message.tool_calls is not None
     if content is None and not is_call:
-        raise DataError(f"a message of role {message.role!r} has no content")
+        raise UsageError(f"a message of role {message.role!r} has no content", param=f"{place}.content")
     if is_call and message.role != "assistant":
-        raise DataError(f"a message of role {message.role!r} has tool_calls", hint="only the assistant calls")
+        raise UsageError(
+            f"a message of role {message.role!r} has tool_calls",
+            hint="only the assistant calls",
+            param=f"{place}.tool_calls",
+        )
     if (message.tool_call_id is not None) != (message.role == "tool"):
-        raise DataError("tool_call_id belongs to messages of role 'tool', and to each of them")
+        raise UsageError(
+            "tool_call_id belongs to messages of role 'tool', and to each of them",
+            param=f"{place}.tool_call_id",
+        )
     # What the API calls developer is the system of every template.
     role = "system" if message.role == "developer" else message.role
     turn: dict[str, Any] = {"role": role, "content": content or ""}
@@ -69,7 +80,10 @@ def _turn(message: ChatMessage) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments, place),
+                },
             }
             for call in message.tool_calls
         ]
@@ -78,8 +92,8 @@ def _turn(message: ChatMessage) -> dict[str, Any]:
     return turn
 
 
-def _arguments(text: str) -> Any:
+def _arguments(text: str, place: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise DataError("the arguments of a tool call are not JSON") from None
+        raise UsageError("the arguments of a tool call are not JSON", param=f"{place}.tool_calls") from None

@@ -1,7 +1,8 @@
 """From errors to HTTP answers, in the shape that OpenAI's clients read."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from tessera_cli.errors import TesseraError, UsageError
 from tessera_cli.serving.async_llm import DrainingError, QueueFullError
-from tessera_cli.serving.engine_thread import EngineError
+from tessera_cli.serving.engine_events import EngineError
 from tessera_cli.serving.generation import RequestTimeoutError
 
 _LOG = logging.getLogger(__name__)
@@ -35,15 +36,15 @@ class UnknownModelError(UsageError):
     """A request for another model than the one that is served."""
 
 
-class UnsupportedParameterError(UsageError):
-    """A parameter, or a value of it, that means something elsewhere and cannot be done here.
-
-    `param` is its name in the request.
-    """
-
-    def __init__(self, param: str, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
-        self.param = param
+@contextmanager
+def named_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors speak of a request's fields where it has other names for the engine's parameters."""
+    try:
+        yield
+    except UsageError as error:
+        if error.param is None or error.param not in names:
+            raise
+        raise error.renamed(names[error.param]) from error
 
 
 def error_body(
@@ -84,7 +85,8 @@ def tell(error: TesseraError) -> dict[str, Any]:
     """The body for `error`, also as the last event of a stream that has begun."""
     message = error.message if error.hint is None else f"{error.message} ({error.hint})"
     code = "model_not_found" if isinstance(error, UnknownModelError) else None
-    return error_body(status_of(error), message, param=getattr(error, "param", None), code=code)
+    param = error.param if isinstance(error, UsageError) else None
+    return error_body(status_of(error), message, param=param, code=code)
 
 
 def install(app: FastAPI) -> None:
@@ -98,7 +100,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def on_validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
-        message, param = _first_fault(error.errors())
+        message, param = _first_fault(error.errors(), error.body)
         return error_response(400, message, param=param)
 
     @app.exception_handler(HTTPException)
@@ -113,15 +115,33 @@ def install(app: FastAPI) -> None:
         return error_response(500, f"{type(error).__name__}: this is a bug in Tessera; its log says more")
 
 
-def _first_fault(faults: Sequence[Any]) -> tuple[str, str | None]:
+def _first_fault(faults: Sequence[Any], body: Any) -> tuple[str, str | None]:
     """What is wrong first, in a line, and where."""
-    # A union lists what is wrong with each of its forms; what is unknown is the likeliest fault.
-    fault = next((one for one in faults if one["type"] == "extra_forbidden"), faults[0])
-    place = [str(part) for part in fault["loc"] if part != "body"]
-    param = ".".join(place) or None
-    if fault["type"] == "extra_forbidden":
-        return f"parameter {param!r} is not supported", param
-    if fault["type"] == "json_invalid":
-        return f"the body is not JSON: {fault.get('ctx', {}).get('error', fault['msg'])}", None
-    message = str(fault["msg"])
-    return (message if param is None else f"{param}: {message}"), param
+    if faults[0]["type"] == "json_invalid":
+        return f"the body is not JSON: {faults[0]['ctx']['error']}", None
+    for fault in faults:
+        if fault["type"] == "extra_forbidden":
+            param = _place(fault, body)
+            return f"parameter {param!r} is not supported", param
+    # A field of several forms has the faults of each; the form that fits furthest is the one that was meant.
+    places = [_place(fault, body) for fault in faults]
+    first = [place for place in places if place.startswith(places[0])]
+    param = max(first, key=lambda place: place.count("[") + place.count("."))
+    texts = dict.fromkeys(
+        str(fault["msg"]) for fault, place in zip(faults, places, strict=True) if place == param
+    )
+    message = ", or: ".join(texts)
+    return (f"{param}: {message}" if param else message), param or None
+
+
+def _place(fault: Mapping[str, Any], body: Any) -> str:
+    """Where in `body` a fault is, such as ``messages[0].role``; form names, which pydantic adds, are none."""
+    place, value = "", body
+    for part in fault["loc"][1:]:
+        if isinstance(part, int) and isinstance(value, list):
+            place, value = f"{place}[{part}]", value[part]
+        elif isinstance(value, dict) and part in value:
+            place, value = f"{place}.{part}", value[part]
+    if fault["type"] == "missing":
+        place = f"{place}.{fault['loc'][-1]}"
+    return place.removeprefix(".")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from tessera_cli.engine.sampling_params import SamplingParams, StructuredOutput
-from tessera_cli.serving.api.errors import UnsupportedParameterError
+from tessera_cli.errors import UsageError
 
 # The fields that are called what the engine calls them.
 _SAME_NAMES = (
@@ -30,30 +30,48 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """`include_usage` asks for one more event, with the token counts."""
+    """`include_usage` asks for one more event, with the token counts; nothing here is ever padded."""
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
 
 
-class SamplingFields(Body):
-    """What completions and chats have in common; null is the same as leaving a field out.
+class ClientFields(Body):
+    """What every request may say; null is the same as leaving a field out.
 
-    The second half is not OpenAI's: `top_k` and its like go by vLLM's names; `priority` and `cache_salt` are
-    those of `Engine.add_request`. `user` joins the access log.
+    `priority` and `cache_salt` are those of `Engine.add_request`. `user` and its newer name
+    `safety_identifier` join the access log. The rest is about OpenAI's own machines: clients send it unasked,
+    and it has no effect.
     """
 
     model: str
     temperature: float | None = None
     top_p: float | None = None
+    stream: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    user: str | None = None
+    safety_identifier: str | None = None
+    store: Literal[False] | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_key: str | None = None
+
+
+class SamplingFields(ClientFields):
+    """What completions and chats have in common.
+
+    The second half is not OpenAI's and goes by vLLM's names.
+    """
+
     n: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
 
     top_k: int | None = None
     min_p: float | None = None
@@ -61,8 +79,6 @@ class SamplingFields(Body):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
 
     def sampling_params(self, **others: Any) -> SamplingParams:
         """The fields as the engine takes them; `others` are those that the routes name differently.
@@ -71,9 +87,7 @@ class SamplingFields(Body):
             UsageError: a value that means nothing.
         """
         if self.stream_options is not None and not self.stream:
-            raise UnsupportedParameterError(
-                "stream_options", "stream_options is for streams, and stream is not set"
-            )
+            raise UsageError("stream_options is for streams, and stream is not set", param="stream_options")
         fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME_NAMES}
         fields["stop"] = (self.stop,) if isinstance(self.stop, str) else self.stop
         fields["stop_token_ids"] = self.stop_token_ids
@@ -98,6 +112,12 @@ class CompletionRequest(SamplingFields):
     max_tokens: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
+    best_of: Literal[1] | None = None
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        """The engine's parameters that have another name here."""
+        return {"prompt_logprobs": "logprobs"}
 
 
 class TextPart(Body):
@@ -129,12 +149,23 @@ class Function(Body):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class Tool(Body):
     type: Literal["function"]
     function: Function
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class JsonSchema(Body):
@@ -168,12 +199,20 @@ class ChatCompletionRequest(SamplingFields):
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(min_length=1)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
 
     @property
-    def structured_output(self) -> StructuredOutput | None:
-        """The form that the answer has to have, None for any text."""
+    def field_names(self) -> dict[str, str]:
+        """The engine's parameters that have another name here."""
+        names = {"prompt": "messages", "logprobs": "top_logprobs", "grammar": "tools"}
+        names |= dict.fromkeys(("json_schema", "json_object", "structured_output"), "response_format")
+        return names | ({} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"})
+
+    @property
+    def response_form(self) -> StructuredOutput | None:
+        """The form that `response_format` asks for, None for any text."""
         match self.response_format:
             case JsonSchemaFormat(json_schema=JsonSchema(schema_=schema)):
                 return StructuredOutput(json_schema={} if schema is None else schema)
@@ -203,7 +242,5 @@ def _token_biases(biases: dict[str, float]) -> dict[int, float]:
     """JSON has texts as keys, and these are token ids."""
     for key in biases:
         if not (key.isascii() and key.isdecimal() and len(key) < 10):
-            raise UnsupportedParameterError(
-                "logit_bias", f"logit_bias has {key[:40]!r} in place of a token id"
-            )
+            raise UsageError(f"logit_bias has {key[:40]!r} in place of a token id", param="logit_bias")
     return {int(key): bias for key, bias in biases.items()}

@@ -2,78 +2,34 @@
 
 from collections.abc import AsyncIterator
 from itertools import count
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
-from pydantic import Field
 
 from tessera_cli.engine.sequence import FinishReason
 from tessera_cli.errors import TesseraError
 from tessera_cli.serving.api import sse
 from tessera_cli.serving.api.conversation import encode_conversation
-from tessera_cli.serving.api.errors import tell
+from tessera_cli.serving.api.errors import named_as, tell
 from tessera_cli.serving.api.json_route import JsonRoute
-from tessera_cli.serving.api.protocol import Body, ChatMessage, SamplingFields, TextPart
+from tessera_cli.serving.api.responses_protocol import ResponsesRequest
 from tessera_cli.serving.api.service import Answering, Service, Serving
 from tessera_cli.serving.outputs import CompletionOutput
 
 router = APIRouter(route_class=JsonRoute)
 
-
-class InputPart(Body):
-    type: Literal["input_text", "output_text"]
-    text: str
-
-
-class InputMessage(Body):
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputPart]
-
-
-class ResponsesRequest(Body):
-    """What of `POST /v1/responses` is served: text in, text out."""
-
-    model: str
-    input: str | Annotated[list[InputMessage], Field(min_length=1)]
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool | None = None
-    store: Literal[False] | None = None
-    user: str | None = None
-
-    def messages(self) -> list[ChatMessage]:
-        """The same as the messages of a chat."""
-        messages = []
-        if self.instructions is not None:
-            messages.append(ChatMessage(role="system", content=self.instructions))
-        if isinstance(self.input, str):
-            return [*messages, ChatMessage(role="user", content=self.input)]
-        for one in self.input:
-            content: Any = one.content
-            if isinstance(content, list):
-                content = [TextPart(type="text", text=part.text) for part in content]
-            messages.append(ChatMessage(role=one.role, content=content))
-        return messages
-
-    def sampling_fields(self) -> SamplingFields:
-        """What it says of sampling."""
-        return SamplingFields(
-            model=self.model, temperature=self.temperature, top_p=self.top_p, user=self.user
-        )
+_PLAIN = {"type": "text"}
 
 
 @router.post("/v1/responses")
 async def create_response(body: ResponsesRequest, service: Serving) -> Response:
     """Answer a text or a conversation."""
     service.check_model(body.model)
-    prompt = await encode_conversation(service.llm.tokenizer, body.messages())
-    fields = body.sampling_fields()
-    room = service.room(prompt) if body.max_output_tokens is None else body.max_output_tokens
-    answering = await service.generate([prompt], fields.sampling_params(max_tokens=room), fields)
+    with named_as(body.field_names):
+        prompt = await encode_conversation(service.llm.tokenizer, body.messages())
+        room = service.room(prompt) if body.max_output_tokens is None else body.max_output_tokens
+        answering = await service.generate([prompt], body.sampling_params(room), body)
     answer = _ResponseAnswer(body, service, answering)
     if body.stream:
         return sse.stream(answer.events())
@@ -98,10 +54,17 @@ class _ResponseAnswer:
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "store": False,
+            "text": {"format": {"type": "text"}}
+            if body.text is None
+            else body.text.model_dump(by_alias=True),
             "tools": [],
             "tool_choice": "none",
             "parallel_tool_calls": False,
-            "metadata": {},
+            "metadata": body.metadata or {},
+            "background": False,
+            "previous_response_id": None,
+            "truncation": "disabled",
+            "user": body.user,
             "error": None,
             "incomplete_details": None,
         }

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,13 +16,12 @@ from fastapi import FastAPI
 
 from tessera_cli.errors import RunError, UsageError
 from tessera_cli.serving.api.app import Load, create_app
+from tessera_cli.serving.api.bounded_http import BoundedHttp
 from tessera_cli.serving.api.config import ServerConfig
 
 _LOG = logging.getLogger(__name__)
 
-# The most bytes of a request's line and headers, and the most connections that the kernel keeps waiting.
-_MAX_HEAD_SIZE = 32 * 1024
-_BACKLOG = 2048
+_BACKLOG = 2048  # connections that the kernel keeps waiting
 # Longer than clients keep an idle connection (httpx 5 s, proxies 60 s): who hangs up first must not be the
 # server, or it may do so while the next request is on its way.
 _KEEP_ALIVE = 75
@@ -64,6 +64,31 @@ class Endpoint:
             ) from None
         bound.set_inheritable(True)
         return bound
+
+    def check_tls(self) -> None:
+        """Read the certificate and its key, where there are any.
+
+        Raises:
+            UsageError: one cannot be read, they do not belong together, or the key wants a password.
+        """
+        if self.ssl_certfile is None or self.ssl_keyfile is None:
+            return
+        try:
+            for file in (self.ssl_certfile, self.ssl_keyfile):
+                file.read_bytes()
+            # OpenSSL would ask for a password on the terminal; an empty one is a wrong one.
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=lambda: "")
+        except ssl.SSLError as error:
+            cause = "not PEM, or with a password"
+            if error.reason:
+                cause = error.reason.lower().replace("_", " ")
+            raise UsageError(
+                f"no TLS with certificate {self.ssl_certfile} and key {self.ssl_keyfile}: {cause}",
+                hint="give two PEM files that belong together, the key without a password",
+            ) from error
+        except OSError as error:
+            raise UsageError(f"no TLS: {error.filename} cannot be read: {error.strerror}") from error
 
     def url(self, bound: socket.socket) -> str:
         """What a client calls."""
@@ -121,28 +146,24 @@ def serve(
     Raises:
         TesseraError: the model cannot be loaded.
     """
-    server: Server
     app = create_app(load, config, on_ready=on_ready, on_failure=lambda error: server.end(error))
-    try:
-        server = Server(
+    server = Server(
+        app,
+        uvicorn.Config(
             app,
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                lifespan="on",
-                backlog=_BACKLOG,
-                timeout_keep_alive=_KEEP_ALIVE,
-                h11_max_incomplete_event_size=_MAX_HEAD_SIZE,
-                timeout_graceful_shutdown=endpoint.drain_timeout,
-                ssl_certfile=endpoint.ssl_certfile,
-                ssl_keyfile=endpoint.ssl_keyfile,
-            ),
-        )
-        server.config.load()
-    except OSError as error:
-        raise UsageError(f"the TLS certificate or its key cannot be read: {error}") from error
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="on",
+            http=BoundedHttp,
+            ws="none",
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE,
+            timeout_graceful_shutdown=endpoint.drain_timeout,
+            ssl_certfile=endpoint.ssl_certfile,
+            ssl_keyfile=endpoint.ssl_keyfile,
+        ),
+    )
     server.run(sockets=[bound])
     if server.error is not None:
         raise server.error

@@ -14,9 +14,9 @@ from tessera_cli.engine.sequence import FinishReason
 from tessera_cli.serving.api.config import ServerConfig
 from tessera_cli.serving.api.errors import NotReadyError, UnknownModelError
 from tessera_cli.serving.api.metrics import ServerMetrics
-from tessera_cli.serving.api.protocol import SamplingFields
+from tessera_cli.serving.api.protocol import ClientFields
 from tessera_cli.serving.async_llm import AsyncLLM
-from tessera_cli.serving.engine_thread import Chunk, EngineError
+from tessera_cli.serving.engine_events import Chunk, EngineError
 from tessera_cli.serving.generation import Generation
 from tessera_cli.serving.outputs import CompletionOutput
 
@@ -65,7 +65,9 @@ class Service:
         """
         if name is not None and name not in self.config.model_names:
             raise UnknownModelError(
-                f"no model {name!r} here", hint=f"the model is {', '.join(self.config.model_names)}"
+                f"no model {name!r} here",
+                hint=f"the model is {', '.join(self.config.model_names)}",
+                param="model",
             )
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -81,7 +83,10 @@ class Service:
         return max(1, self.llm.max_model_len - len(prompt))
 
     async def generate(
-        self, prompts: list[list[int]], params: SamplingParams, request: SamplingFields
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        request: ClientFields,
     ) -> "Answering":
         """Begin to continue `prompts`.
 
@@ -98,8 +103,9 @@ class Service:
         self._state.at_end.append(generation.close)
         usage = Usage(sum(map(len, prompts)))
         self._state.log["model"] = request.model
-        if request.user is not None:
-            self._state.log["user"] = request.user
+        user = request.safety_identifier if request.user is None else request.user
+        if user is not None:
+            self._state.log["user"] = user
         return Answering(generation, usage, self._note_end, len(prompts), params.n)
 
     def _note_end(self, output: CompletionOutput, usage: Usage) -> None:
@@ -162,7 +168,7 @@ class Answering:
         return [outputs[index] for index in sorted(outputs)]
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:
     llm = request.app.state.async_llm
     if llm is None:
         raise NotReadyError("the model is still being loaded", hint="try again later")

@@ -7,7 +7,6 @@ from fastapi import APIRouter
 
 from tessera_cli.errors import UsageError
 from tessera_cli.serving.api.conversation import encode_conversation
-from tessera_cli.serving.api.errors import UnsupportedParameterError
 from tessera_cli.serving.api.json_route import JsonRoute
 from tessera_cli.serving.api.protocol import DetokenizeRequest, TokenizeRequest
 from tessera_cli.serving.api.service import Serving
@@ -20,7 +19,7 @@ async def tokenize(body: TokenizeRequest, service: Serving) -> dict[str, Any]:
     """The token ids of a text, or of a chat through the template."""
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise UsageError("give either prompt or messages")
+        raise UsageError("give either prompt or messages", param="prompt")
     if body.prompt is not None:
         _refuse(body, "add_generation_prompt", "messages")
         adds = body.add_special_tokens is not False
@@ -42,12 +41,12 @@ async def detokenize(body: DetokenizeRequest, service: Serving) -> dict[str, str
     tokenizer = service.llm.tokenizer
     bad = next((token for token in body.tokens if token >= tokenizer.vocab_size), None)
     if bad is not None:
-        raise UnsupportedParameterError(
-            "tokens", f"no token id {bad}", hint=f"the ids go from 0 to {tokenizer.vocab_size - 1}"
+        raise UsageError(
+            f"no token id {bad}", hint=f"the ids go from 0 to {tokenizer.vocab_size - 1}", param="tokens"
         )
     return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)}
 
 
 def _refuse(body: TokenizeRequest, param: str, other: str) -> None:
     if getattr(body, param) is not None:
-        raise UnsupportedParameterError(param, f"{param} goes with {other}")
+        raise UsageError(f"{param} goes with {other}", param=param)

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class ToolCallParser:
         self._held += piece
         parts: list[str | ParsedCall] = []
         while True:
-            tag = _CLOSE if self._is_inside else _OPEN
+            tag = CLOSE if self._is_inside else OPEN
             before, found, after = self._held.partition(tag)
             if not found:
                 break
             if self._is_inside:
-                parts.append(self._call(before) or _OPEN + before + _CLOSE)
+                parts.append(self._call(before) or OPEN + before + CLOSE)
             elif before.strip():
                 parts.append(before.rstrip())
             self._held, self._is_inside = after, not self._is_inside
@@ -50,7 +50,7 @@ class ToolCallParser:
         """What was held back; a call without its closing tag counts if it is whole."""
         held, self._held = self._held, ""
         if self._is_inside:
-            return [self._call(held) or _OPEN + held]
+            return [self._call(held) or OPEN + held]
         return [held] if held and not (self._has_called and held.isspace()) else []
 
     def _call(self, text: str) -> ParsedCall | None:
@@ -74,4 +74,4 @@ def _parse(text: str) -> ParsedCall | None:
 
 def _overlap(text: str) -> int:
     """How many characters at the end of `text` may begin the opening tag."""
-    return next((n for n in range(min(len(text), len(_OPEN) - 1), 0, -1) if text.endswith(_OPEN[:n])), 0)
+    return next((n for n in range(min(len(text), len(OPEN) - 1), 0, -1) if text.endswith(OPEN[:n])), 0)
