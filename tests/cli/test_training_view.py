@@ -8,7 +8,14 @@ import pytest
 from rich.console import Console
 
 from tessera_cli.cli.training_view import TrainingView, event_line
-from tessera_cli.distill.events import CheckpointSaved, Evaluated, Note, StageStarted, TrainStep
+from tessera_cli.distill.events import (
+    CheckpointSaved,
+    Evaluated,
+    Note,
+    StageStarted,
+    StudentAnswers,
+    TrainStep,
+)
 
 STEP = TrainStep(
     step=1,
@@ -157,3 +164,19 @@ def test_a_terminal_of_few_columns_is_no_failure(width: int):
         view.on_event(STEP)
         assert max(map(len, view.render().plain.split("\n"))) <= 20
     assert "teacher" in file.getvalue()
+
+
+def test_the_students_answers_are_shown_and_in_a_pipe_told_with_a_step() -> None:
+    answers = StudentAnswers(step=1, num_answers=32, num_tokens=1200, num_cut=5, seconds=2.0)
+    file = io.StringIO()
+    with TrainingView(Console(file=file, width=80, force_terminal=True), True, {}) as view:
+        view.on_event(answers)
+        view.on_event(STEP)
+        assert "on-policy  32 answers   5 cut   600 tokens/s   step 1" in view.render().plain
+    clock, file = Clock(), io.StringIO()
+    with TrainingView(Console(file=file, width=80), False, {}, clock=clock) as view:
+        for step in range(1, 4):
+            view.on_event(replace(answers, step=step))
+            view.on_event(replace(STEP, step=step))
+    told = [line for line in plain_lines(file) if line.startswith("answers=32")]
+    assert [line.split()[1] for line in told] == ["answered=1", "answered=3"]

@@ -72,11 +72,15 @@ def plan_lines(loaded: "LoadedRecipe", plan: "Plan") -> list[str]:
         ("too long", f"{plan.num_too_long:,} documents are skipped") if plan.num_too_long else None,
         ("training", f"{plan.num_steps:,} steps, {plan.num_epochs:.3g} epochs"),
         ("tokens", f"{plan.num_tokens:,}, of them {plan.num_supervised_tokens:,} supervised"),
+        ("on-policy", f"{plan.num_on_policy_steps:,} of the steps train on the student's own answers")
+        if loaded.recipe.data.on_policy
+        else None,
         ("compute", f"{plan.gflop_per_token:.3g} GFLOP/token, {total_flop:.2g} FLOP in all"),
         (
             "memory",
             f"{_size(memory.total)} and activations: student {_size(memory.student)}, "
-            f"teacher {_size(memory.teacher)}, loss {_size(memory.loss)}",
+            f"teacher {_size(memory.teacher)}, loss {_size(memory.loss)}"
+            + (f", KV cache for answers {_size(memory.answers)}" if memory.answers else ""),
         ),
     ]
     lines = [f"{loaded.path} is a sound recipe for {plan.name!r}", ""]

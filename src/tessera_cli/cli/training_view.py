@@ -20,7 +20,15 @@ from tessera_cli.cli.terminal import (
     key_values,
     rows,
 )
-from tessera_cli.distill.events import CheckpointSaved, Evaluated, Event, Note, StageStarted, TrainStep
+from tessera_cli.distill.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Note,
+    StageStarted,
+    StudentAnswers,
+    TrainStep,
+)
 
 LOG_SECONDS = 10.0
 
@@ -52,6 +60,7 @@ class TrainingView:
         self.told: TrainStep | None = None
         self.first: tuple[float, int] | None = None
         self.evaluations: list[Evaluated] = []
+        self.answers: StudentAnswers | None = None
         self.checkpoint: CheckpointSaved | None = None
         self.live = Live(console=console, auto_refresh=False, redirect_stdout=False) if live else None
 
@@ -94,6 +103,9 @@ class TrainingView:
             case Evaluated():
                 self._tell_step()
                 self.evaluations.append(event)
+            case StudentAnswers():
+                self.answers = event
+                return
             case CheckpointSaved():
                 self.checkpoint = event
             case Note(text):
@@ -120,6 +132,9 @@ class TrainingView:
         if self.live is None and self.train is not None and self.train is not self.told:
             self.told, self.shown = self.train, self.clock()
             self._line(event_line(self.train) + f" {key_values(eta=self._eta())}")
+            if self.answers is not None:
+                self._line(event_line(self.answers))
+                self.answers = None
 
     def _draw(self) -> None:
         self.shown = self.clock()
@@ -147,6 +162,8 @@ class TrainingView:
         if self.train is not None:
             for label, parts in self._train_sections(self.train).items():
                 lines += rows(label, parts, width)
+        if self.answers is not None:
+            lines += rows("on-policy", _answer_parts(self.answers), width)
         if self.evaluations:
             lines += rows("held-out", self._evaluation_parts(), width)
         if self.checkpoint is not None:
@@ -194,6 +211,15 @@ class TrainingView:
         ]
 
 
+def _answer_parts(answers: StudentAnswers) -> list[str]:
+    return [
+        f"{answers.num_answers:,} answers",
+        f"{answers.num_cut:,} cut",
+        f"{answers.num_tokens / answers.seconds:,.0f} tokens/s",
+        f"step {answers.step:,}",
+    ]
+
+
 def _utilisation(train: TrainStep) -> list[str]:
     share = train.model_flops_utilisation
     return [] if share is None else [f"MFU {share:.0%}"]
@@ -231,6 +257,14 @@ def event_line(event: Event) -> str:
                 student_perplexity=f"{event.student_perplexity:.2f}",
                 teacher_perplexity=f"{event.teacher_perplexity:.2f}",
                 num_tokens=event.num_tokens,
+            )
+        case StudentAnswers():
+            return key_values(
+                answers=event.num_answers,
+                answered=event.step,
+                cut=event.num_cut,
+                tokens=event.num_tokens,
+                tokens_per_second=f"{event.num_tokens / event.seconds:.0f}",
             )
         case CheckpointSaved(step, path):
             return key_values(checkpoint=step, path=path)

@@ -4,7 +4,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tessera_cli.distill.inputs import read_inputs
+from tessera_cli.distill.data.on_policy_steps import answering_engine, count_on_policy_steps
+from tessera_cli.distill.inputs import RunInputs, read_inputs
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.source import Notify
 from tessera_cli.recipe.loader import LoadedRecipe
@@ -29,16 +30,18 @@ class MemoryEstimate:
 
     `student` is float32 weights, gradients and both AdamW moments (16 bytes a parameter), of the projections
     that a loss of hidden states learns as well; `loss` the logits of one chunk, of both models and in
-    float32, with the buffers of the same size that the loss works in.
+    float32, with the buffers of the same size that the loss works in; `answers` the KV cache in which the
+    student answers prompts while it trains.
     """
 
     teacher: int
     student: int
     loss: int
+    answers: int
 
     @property
     def total(self) -> int:
-        return self.teacher + self.student + self.loss
+        return self.teacher + self.student + self.loss + self.answers
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Plan:
     `layers` are the teacher's layers that the student starts with, None where their importance decides at
     the start of the run, () where it starts with none of them. KV bytes are those of the stored dtype, the
     student's as it is exported. `gflop_per_token` is a training step's: 6 FLOP per multiplied parameter of
-    the student, 2 of the teacher. `notes` say what is left out.
+    the student, 2 of the teacher. Documents count as they are in the files, also in the `num_on_policy_steps`
+    that train on the student's answers to their prompts. `notes` say what is left out.
     """
 
     name: str
@@ -63,6 +67,7 @@ class Plan:
     num_tokens: int
     num_supervised_tokens: int
     num_epochs: float
+    num_on_policy_steps: int
     gflop_per_token: float
     memory: MemoryEstimate
     notes: tuple[str, ...]
@@ -98,6 +103,7 @@ def plan_recipe(recipe: LoadedRecipe, *, home: Path, offline: bool, notify: Noti
         num_tokens=inputs.steps.num_tokens,
         num_supervised_tokens=inputs.steps.num_supervised_tokens,
         num_epochs=inputs.steps.num_epochs,
+        num_on_policy_steps=_on_policy_steps(inputs),
         gflop_per_token=(3 * student.flops_per_token() + teacher.flops_per_token()) / 1e9,
         memory=_memory(inputs.recipe, teacher, student),
         notes=inputs.notes,
@@ -124,7 +130,24 @@ def _memory(recipe: Recipe, teacher: ModelConfig, student: ModelConfig) -> Memor
         teacher=teacher_bytes * teacher.num_parameters,
         student=16 * (student.num_parameters + _projection_parameters(recipe, teacher, student)),
         loss=chunk + head_gradient,
+        answers=_answer_bytes(recipe, student),
     )
+
+
+def _answer_bytes(recipe: Recipe, student: ModelConfig) -> int:
+    section = recipe.data.on_policy
+    if section is None:
+        return 0
+    sizes = answering_engine(recipe.data, section)
+    # Like the student's master weights, its keys and values are float32.
+    return sizes.num_blocks * sizes.block_size * student.kv_bytes_per_token(_BYTES["float32"])
+
+
+def _on_policy_steps(inputs: RunInputs) -> int:
+    section = inputs.recipe.data.on_policy
+    if section is None:
+        return 0
+    return count_on_policy_steps(inputs.steps.num_steps, section, inputs.recipe.seed)
 
 
 def _projection_parameters(recipe: Recipe, teacher: ModelConfig, student: ModelConfig) -> int:

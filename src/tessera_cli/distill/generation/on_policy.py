@@ -13,11 +13,11 @@ from itertools import islice
 import numpy as np
 
 from tessera_cli.distill.data.document import Document
+from tessera_cli.distill.data.on_policy_steps import answering_engine, is_on_policy
 from tessera_cli.distill.events import Listener, StudentAnswers
 from tessera_cli.distill.generation.answer_log import AnswerLog, LoggedAnswer
 from tessera_cli.distill.generation.answers import AnswerRequest, AnswerTokens, draw_answers
 from tessera_cli.distill.inputs import RunInputs, StepDocuments
-from tessera_cli.engine.config import EngineConfig
 from tessera_cli.engine.engine import Engine
 from tessera_cli.errors import RunError
 from tessera_cli.models.decoder import Decoder
@@ -28,21 +28,6 @@ Window = list[tuple[int, StepDocuments]]
 """Steps by their numbers, from 1."""
 Place = tuple[int, int]
 """A step, and a document's place in it."""
-
-
-def is_on_policy(step: int, section: OnPolicySection, seed: int) -> bool:
-    """Whether step `step`, from 1, trains on the student's answers."""
-    return bool(np.random.default_rng([seed, section.seed, step]).random() < section.fraction)
-
-
-def count_on_policy_steps(num_steps: int, section: OnPolicySection, seed: int) -> int:
-    """How many of a run's steps train on the student's answers."""
-    return sum(is_on_policy(step, section, seed) for step in range(1, num_steps + 1))
-
-
-def pool_blocks(section: OnPolicySection, max_seq_len: int) -> int:
-    """KV blocks of the student's engine, the null block included: all that its answers can ever hold."""
-    return 1 + section.max_num_seqs * -(-max_seq_len // EngineConfig.block_size)
 
 
 class OnPolicyDocuments:
@@ -67,15 +52,7 @@ class OnPolicyDocuments:
         self._inputs, self._section, self._student = inputs, section, student
         self._log, self._listener = log, listener
         self._tokenizer: Tokenizer = inputs.teacher.tokenizer
-        max_seq_len = inputs.recipe.data.max_seq_len
-        self.engine = Engine(
-            student,
-            EngineConfig(
-                num_blocks=pool_blocks(section, max_seq_len),
-                max_model_len=max_seq_len,
-                max_num_seqs=section.max_num_seqs,
-            ),
-        )
+        self.engine = Engine(student, answering_engine(inputs.recipe.data, section))
 
     def steps(self, start: int) -> Iterator[StepDocuments]:
         """The documents of every step after the first `start`.
