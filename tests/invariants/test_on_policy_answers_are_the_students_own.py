@@ -258,8 +258,13 @@ def test_answers_are_told_and_every_token_of_a_run_is_counted(run):
 def test_prompts_alone_are_enough_where_every_step_is_on_policy(run, recipe_file):
     (recipe_file.parent / "prompts.txt").write_text("What is a fox?\n\nWho are you?\n")
     source = f"data.train=[{{path: {recipe_file.parent}/prompts.txt, format: prompts}}]"
-    run_dir = run("prompts", source, "data.on_policy.fraction=1")
-    assert {answer.step for answer in logged(run_dir)} == set(range(1, NUM_STEPS + 1))
+    events: list[Any] = []
+    run_dir = run("prompts", source, "data.on_policy.fraction=1", listener=events.append)
+    answers = logged(run_dir)
+    assert {answer.step for answer in answers} == set(range(1, NUM_STEPS + 1))
+    # What is learnt is counted after it was answered.
+    last = [event for event in events if isinstance(event, TrainStep)][-1]
+    assert last.supervised_tokens == sum(len(answer.token_ids) for answer in answers)
 
 
 def test_a_streamed_run_answers_as_any_other(run):
