@@ -13,6 +13,7 @@ from tessera_cli.int8_weight import Int8Weight
 
 if TYPE_CHECKING:
     from tessera_cli.kernels.cpu_operators import CpuOperators
+    from tessera_cli.kernels.float32_linear import Float32Linear
     from tessera_cli.kernels.int8_linear import Int8Linear
 
 NULL_BLOCK = 0
@@ -56,15 +57,20 @@ class AttentionBackend(Protocol):
 
 
 def select_backend(
-    name: str, device: str, *, layers: Sequence[AttentionLayer] = (), block_size: int | None = None
+    name: str,
+    device: str,
+    *,
+    layers: Sequence[AttentionLayer] = (),
+    block_size: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[str, str]:
     """The attention backend for `name` ("auto" or a backend's name) on `device`, and the reason for it.
 
-    Without `layers` and `block_size` the answer is about the machine alone; a model may have sizes that the
-    compiled kernel lacks.
+    Without `layers`, `block_size` and `dtype` the answer is about the machine alone; a model may have sizes
+    or numbers that the compiled kernel lacks.
 
     Raises:
-        UsageError: no backend has this name, or it does not run here or with these sizes.
+        UsageError: no backend has this name, or it does not run here or with such a model.
     """
     if name not in ("auto", *_BACKENDS):
         raise UsageError(f"{name!r} is not an attention backend", hint="use auto, " + ", ".join(_BACKENDS))
@@ -77,6 +83,8 @@ def select_backend(
             hint=f"use auto, {kernel} or reference",
         )
     obstacle = _OBSTACLES[kernel](device) or _sizes_obstacle(layers, block_size)
+    if obstacle is None and dtype is torch.float64:
+        obstacle = "the compiled kernels have no float64"
     if obstacle is None:
         return kernel, f"the compiled kernel for {kernel}" if name == "auto" else "asked for"
     if name == "auto":
@@ -124,18 +132,23 @@ def build_operators(name: str, widths: Sequence[int]) -> "CpuOperators | None":
     return CpuOperators(library) if fits and isinstance(library, CpuLibrary) else None
 
 
-def build_product(name: str, weight: "Tensor | Int8Weight") -> "Int8Linear | None":
+def build_product(name: str, weight: "Tensor | Int8Weight") -> "Float32Linear | Int8Linear | None":
     """The compiled product with `weight` [outputs, inputs] that goes with a backend.
 
-    None where there is none: plain torch then.
+    None where there is none, as for weights of 16 bits: plain torch then.
     """
-    if name != "cpu" or not isinstance(weight, Int8Weight):
+    if name != "cpu":
         return None
     from tessera_cli.kernels.cpu_library import CpuLibrary, load_library
+    from tessera_cli.kernels.float32_linear import Float32Linear
     from tessera_cli.kernels.int8_linear import Int8Linear
 
     library = load_library()
-    return Int8Linear(library, weight) if isinstance(library, CpuLibrary) else None
+    if not isinstance(library, CpuLibrary):
+        return None
+    if isinstance(weight, Int8Weight):
+        return Int8Linear(library, weight)
+    return Float32Linear(library, weight) if weight.dtype == torch.float32 else None
 
 
 def _sizes_obstacle(layers: Sequence[AttentionLayer], block_size: int | None) -> str | None:

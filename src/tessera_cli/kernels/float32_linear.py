@@ -27,7 +27,6 @@ class Float32Linear:
         self.outputs, self.inputs = weight.shape
         columns = library.functions.tessera_panel_columns()
         self._panels = torch.empty(-(-self.outputs // columns), self.inputs, columns)
-        self._functions.tessera_advise_huge_pages(self._panels.data_ptr(), self._panels.nbytes)
         weight = weight.contiguous()
         self._functions.tessera_float32_pack(
             self._panels.data_ptr(), weight.data_ptr(), self.outputs, self.inputs, torch.get_num_threads()

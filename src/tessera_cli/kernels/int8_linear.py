@@ -34,7 +34,6 @@ class Int8Linear:
         columns = library.functions.tessera_panel_columns()
         shape = -(-self.outputs // columns), -(-self.inputs // _GROUP) * _GROUP // 2, columns, 2
         self._panels = torch.empty(shape, dtype=torch.int8)
-        self._functions.tessera_advise_huge_pages(self._panels.data_ptr(), self._panels.nbytes)
         self._functions.tessera_int8_pack(
             self._panels.data_ptr(), values.data_ptr(), self.outputs, self.inputs, torch.get_num_threads()
         )
