@@ -11,7 +11,7 @@ from tessera_cli.cli.app import run
 from tessera_cli.cli.prompt_line import Prompt
 from tessera_cli.cli.prompts import check_params, check_priorities, conversations_of, sampling_of
 from tessera_cli.engine.engine import Engine
-from tessera_cli.engine.sampling_params import SamplingParams
+from tessera_cli.engine.sampling_params import SamplingParams, StructuredOutput
 from tessera_cli.errors import DataError, ExitCode, UsageError
 from tessera_cli.files import write_file
 
@@ -180,25 +180,28 @@ def test_ctrl_c_leaves_the_file_as_it_was(tessera, tmp_path: Path, monkeypatch: 
         (["-p", "a", "--logit-bias", "7=1", "--logit-bias", "7=2"], "a token twice"),
         (["-p", "a", "--n", "2", "--format", "text", "--stream"], "--stream"),
         (["-p", "a", "--live"], "--live"),
-        (["-p", "a", "--temperature", "-1"], "temperature=-1"),
-        (["-p", "a", "--min-tokens", "9", "--max-tokens", "8"], "min_tokens=9"),
+        (["-p", "a", "--temperature", "-1"], "--temperature=-1"),
+        (["-p", "a", "--min-tokens", "9", "--max-tokens", "8"], "--min-tokens=9"),
         (["-p", "a", "--stop", ""], "stop"),
         (["-p", "a", "--stop", "\udcff"], "--stop: not Unicode text"),
-        (["-p", "a", "--stop-token-id", "384"], "stop_token_ids has token id 384"),
+        (["-p", "a", "--stop-token-id", "384"], "--stop-token-id has token id 384"),
         (["-p", "a", "--logit-bias", "7:1"], "--logit-bias '7:1'"),
-        (["-p", "a", "--logit-bias", "384=1"], "logit_bias has token id 384"),
-        (["-p", "a", "--logprobs", "21"], "logprobs=21"),
+        (["-p", "a", "--logit-bias", "384=1"], "--logit-bias has token id 384"),
+        (["-p", "a", "--logprobs", "21"], "--logprobs=21"),
         (["-p", "a", "--regex", "a", "--choice", "b"], "regex and choice contradict"),
         (["-p", "a", "--regex", "a", "--ignore-eos"], "ignore_eos"),
-        (["-p", "a", "--regex", "("], "regex cannot be compiled"),
+        (["-p", "a", "--regex", "("], "error: --regex cannot be compiled"),
+        (["-p", "a", "--regex", ""], "error: --regex is ''"),
+        (["-p", "a", "--choice", ""], "error: --choice is ['']"),
+        (["-p", "a", "--n", "99"], "n=99"),
         (["-p", "a", "--json-schema", "none.json"], "none.json: No such file"),
-        (["-p", "a", "--json-schema", "{"], "json_schema is not JSON"),
+        (["-p", "a", "--json-schema", "{"], "--json-schema is not JSON"),
         (["-p", "a", "--scheduling-policy", "lifo"], "lifo"),
         (["-p", "a", "--trace", "none/t.jsonl"], "no such directory"),
         (["-p", "a", "-o", "none/out.txt"], "no such directory"),
         (["-p", "a", "--system", "\udcff"], "--system: not Unicode text"),
         (["-p", "a", "-o", "/dev/null"], "not a file"),
-        (["-p", "a", "--top-p", "0"], "top_p"),
+        (["-p", "a", "--top-p", "0"], "--top-p=0"),
         (["-p", "a", "--raw", "--system", "b"], "--system"),
     ],
 )
@@ -328,6 +331,17 @@ def test_what_is_refused_is_named_with_its_prompt_and_looked_at_once():
     with pytest.raises(DataError, match="line 1: no such token"):
         check_params([prompt("a")] * 3, params, check)
     assert asked == [params[0], params[2]]
+
+
+def test_what_the_command_line_asks_for_is_named_by_its_option_and_a_lines_own_by_the_line():
+    def check(params: SamplingParams) -> None:
+        raise UsageError("regex cannot be compiled", param="regex")
+
+    params = [SamplingParams(structured_output=StructuredOutput(regex="("))]
+    with pytest.raises(UsageError, match=r"^--regex cannot be compiled"):
+        check_params([prompt("a")], params, check)
+    with pytest.raises(DataError, match="line 1: regex cannot be compiled"):
+        check_params([prompt("a", structured_output=params[0].structured_output)], params, check)
 
 
 def test_a_trace_tells_of_every_step(tessera, tmp_path: Path):

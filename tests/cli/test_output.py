@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tessera_cli.cli.answer_output import shown
 from tessera_cli.cli.options import choose_model, parse_size
 from tessera_cli.cli.output import Output, OutputMode, align
 from tessera_cli.errors import RecipeError, UsageError
@@ -46,6 +47,20 @@ def test_text_of_users_and_models_passes_unchanged() -> None:
     output.note(odd)
     assert text(output.stdout) == odd
     assert text(output.stderr) == odd + "\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_no_control_character_of_an_answer_reaches_a_terminal_and_a_pipe_gets_it_as_it_is() -> None:
+    text = "a\tb\n\x1b[2J\x9b1m\x7f\r\x00 日本 é"
+    told = shown(text, Output(stdout=Terminal()))
+    assert told == "a\tb\n\\u001b[2J\\u009b1m\\u007f\\u000d\\u0000 日本 é"
+    assert shown(text, Output(stdout=io.StringIO())) == text
+    # What JSON leaves as it is stays JSON.
+    assert json.loads(shown(json.dumps("\x9b1m", ensure_ascii=False), Output(stdout=Terminal()))) == "\x9b1m"
 
 
 def test_an_error_in_json_has_its_problems_and_is_told_on_stderr_too() -> None:

@@ -112,6 +112,23 @@ def test_a_measured_machine_brings_its_engine(tessera, tmp_path: Path):
     assert (figures["engine"]["num_blocks"], figures["engine"]["max_num_seqs"]) == (200, 7)
 
 
+def test_a_machine_that_its_own_runs_contradict_is_warned_of(tessera, tmp_path: Path):
+    runs = []
+    for concurrency in (1, 2, 4, 8):
+        options = ["--concurrency", str(concurrency), "--output-len", "20", "--json"]
+        figures = json.loads(tessera(*COSTS, "--token-us", "100", *options)[1])
+        config = figures["load"] | figures["engine"]
+        runs.append(figures | {"max_concurrency": concurrency, "config": config})
+    file = tmp_path / "bench.json"
+    for factor, is_poor in ((1, False), (9, True)):
+        runs[2]["mean_itl_ms"] *= factor
+        runs[2]["duration"] *= factor
+        file.write_text(json.dumps({"results": runs}))
+        code, _, err = tessera("--calibration", str(file), "--concurrency", "2")
+        assert code == ExitCode.SUCCESS
+        assert ("warning: the costs of" in err) == is_poor
+
+
 @pytest.mark.parametrize(
     "text",
     [

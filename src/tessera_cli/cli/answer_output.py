@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tessera_cli.cli.answers import Answer, AnswerFormat, cut_notes, render_answers
 from tessera_cli.cli.output import Output
+from tessera_cli.cli.terminal import without_controls
 from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.errors import UsageError
 from tessera_cli.files import write_file
@@ -34,13 +35,18 @@ def choose_format(
     return given or (AnswerFormat.TEXT if output.stdout.isatty() else AnswerFormat.JSONL)
 
 
+def shown(text: str, output: Output) -> str:
+    """What a model wrote, as it is; on a terminal its control characters are written out."""
+    return without_controls(text) if output.stdout.isatty() else text
+
+
 def write_answers(
     answers: Sequence[Answer], summary: dict[str, Any], form: AnswerFormat, path: Path | None, output: Output
 ) -> None:
     """Write all answers, to `path` or to stdout."""
     text = render_answers(answers, summary, form)
     if path is None:
-        output.stdout.write(text)
+        output.stdout.write(shown(text, output))
         output.stdout.flush()
         return
     write_file(path, text)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tessera_cli.cli import options, sampling_options, server_options
-from tessera_cli.cli.answer_output import choose_format, tell_failures, write_answers
+from tessera_cli.cli.answer_output import choose_format, shown, tell_failures, write_answers
 from tessera_cli.cli.answers import AnswerFormat, check_destination, summary_line
 from tessera_cli.cli.loading import load_model, tracing
 from tessera_cli.cli.output import Output
@@ -167,7 +167,7 @@ def generate(
         live=shows_live,
         log_interval=log_interval,
         fails_fast=on_error is OnError.FAIL,
-        on_text=(lambda piece: output.data(piece, end="")) if streams else None,
+        on_text=(lambda piece: output.data(shown(piece, output), end="")) if streams else None,
     )
     if base_url is not None:
         server = server_options.find_server(base_url, model_argument, model_option, api_key, settings)

@@ -6,13 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tessera_cli.cli.sampling_options import structured_output
+from tessera_cli.cli.sampling_options import FORMS, structured_output
 from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.errors import DataError, UsageError
 
 Messages = list[dict[str, str]]
-
-_FORMS = ("json_schema", "regex", "choice")
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class _PromptLine(BaseModel):
             UsageError: forms of structured output contradict each other, or mean nothing.
         """
         given = self.model_dump(exclude={"prompt", "messages", "priority", "cache_salt"}, exclude_none=True)
-        form = structured_output({name: given.pop(name) for name in _FORMS if name in given})
+        form = structured_output({name: given.pop(name) for name in FORMS if name in given})
         if form is not None:
             given["structured_output"] = form
         if "logit_bias" in given:

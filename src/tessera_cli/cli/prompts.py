@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tessera_cli.cli.prompt_line import Messages, Prompt, check_unicode, parse_line
+from tessera_cli.cli.sampling_options import FORMS, as_option
 from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.errors import DataError, UsageError
 
@@ -60,7 +61,8 @@ def check_params(
     """Find what `check` refuses in the prompts' sampling before any work; once for all that ask the same.
 
     Raises:
-        DataError: it has refused something; the message names the prompt.
+        UsageError: it has refused something of the command line; the message names the option.
+        DataError: it has refused something of a prompt's own; the message names the prompt.
     """
     checked = set()
     for prompt, one in zip(prompts, params, strict=True):
@@ -71,6 +73,9 @@ def check_params(
         try:
             check(one)
         except UsageError as error:
+            field = "structured_output" if error.param in FORMS else error.param
+            if field is not None and field not in prompt.sampling:
+                raise as_option(error) from error
             raise DataError(f"{prompt.source}: {error.message}", hint=error.hint) from error
 
 

@@ -85,6 +85,7 @@ ChoiceOption = Annotated[
     typer.Option(metavar="TEXT", help="Answers are one of these; repeatable.", show_default=False),
 ]
 
+FORMS = ("json_schema", "regex", "choice")
 _AS_THEY_ARE = (
     "max_tokens",
     "temperature",
@@ -110,18 +111,27 @@ def sampling_params(context: typer.Context) -> SamplingParams:
         DataError: the file of a JSON schema cannot be read.
     """
     given = context.params
-    forms: dict[str, Any] = {
-        name: value for name in ("json_schema", "regex", "choice") if (value := given[name]) not in (None, ())
-    }
+    forms: dict[str, Any] = {name: value for name in FORMS if (value := given[name]) not in (None, ())}
     if "json_schema" in forms:
         forms["json_schema"] = read_schema(forms["json_schema"])
-    return SamplingParams(
-        **{name: given[name] for name in _AS_THEY_ARE},
-        logit_bias=_biases(given["logit_bias"] or ()),
-        stop=tuple(given["stop"] or ()),
-        stop_token_ids=tuple(given["stop_token_id"] or ()),
-        structured_output=structured_output(forms),
-    )
+    try:
+        return SamplingParams(
+            **{name: given[name] for name in _AS_THEY_ARE},
+            logit_bias=_biases(given["logit_bias"] or ()),
+            stop=tuple(given["stop"] or ()),
+            stop_token_ids=tuple(given["stop_token_id"] or ()),
+            structured_output=structured_output(forms),
+        )
+    except UsageError as error:
+        raise as_option(error) from error
+
+
+def as_option(error: UsageError) -> UsageError:
+    """The same fault in the words of the command line."""
+    if error.param is None:
+        return error
+    name = {"stop_token_ids": "stop-token-id"}.get(error.param, error.param.replace("_", "-"))
+    return error.renamed(f"--{name}")
 
 
 def structured_output(forms: dict[str, Any]) -> StructuredOutput | None:

@@ -38,6 +38,10 @@ class Machine:
         return {"machine": self.fields | {"name": self.name}, "engine": asdict(self.config)}
 
 
+# A prediction that is a quarter off still tells one machine from two.
+_POOR_FIT = 0.25
+
+
 def choose_machine(context: typer.Context, settings: Settings, output: Output) -> Machine:
     """The machine that the command line names.
 
@@ -58,7 +62,7 @@ def choose_machine(context: typer.Context, settings: Settings, output: Output) -
     if gpu is not None or calibration is not None:
         _refuse(context, _LINEAR, "with --step-ms, without --gpu or --calibration")
     if calibration is not None:
-        return _calibrated(context, calibration)
+        return _calibrated(context, calibration, output)
     if gpu is not None:
         return _on_gpu(context, find_gpu(gpu), settings, output)
     cost = LinearCost(
@@ -75,7 +79,7 @@ def choose_machine(context: typer.Context, settings: Settings, output: Output) -
     return Machine("given costs", cost, config, {"cost": asdict(cost)})
 
 
-def _calibrated(context: typer.Context, path: Path) -> Machine:
+def _calibrated(context: typer.Context, path: Path, output: Output) -> Machine:
     from tessera_cli.serving.calibration import calibrate
 
     _refuse(context, _OF_THE_BENCHMARK, "without --calibration, whose file has it")
@@ -86,6 +90,10 @@ def _calibrated(context: typer.Context, path: Path) -> Machine:
         if not options.is_default(context, name)
     }
     cost = fitted.cost
+    if fitted.worst_error > _POOR_FIT:
+        output.warning(
+            f"the costs of {path} miss one of its own runs by {fitted.worst_error:.0%}: so may predictions"
+        )
     name = (
         f"as measured in {path}: {cost.per_step * 1e3:.3g} ms a step, {cost.per_token * 1e6:.3g} us a token,"
         f" {cost.per_context_token * 1e9:.3g} ns a token read; the fit misses"

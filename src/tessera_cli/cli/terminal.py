@@ -1,5 +1,6 @@
 """What the live displays share: when to redraw in place, and how figures are laid out in few columns."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ REFRESH_SECONDS = 0.25
 MIN_WIDTH, MAX_WIDTH = 20, 80
 LABEL_WIDTH = 11
 BAR_WIDTH = 18
+# C0, DEL and C1, whose U+009B begins a command as ESC [ does.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,11 @@ def clock_text(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
+
+
+def without_controls(text: str) -> str:
+    """`text` with its control characters but newline and tab as JSON writes them: none drives a terminal."""
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def key_values(**fields: object) -> str:

@@ -69,6 +69,7 @@ class Engine:
             model.device.type,
             layers=model.attention_layers,
             block_size=config.block_size,
+            dtype=model.dtype,
         )
         self.config = config
         self.model_config = model.config

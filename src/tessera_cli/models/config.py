@@ -207,6 +207,12 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ModelError(f"{where}: head_dim {self.head_dim} is odd, rotary embedding needs it even")
+        strange = [token for token in self.eos_token_ids if not 0 <= token < self.vocab_size]
+        if strange:
+            raise ModelError(
+                f"{where} ends at token id {strange[0]}, and its ids go from 0 to {self.vocab_size - 1}",
+                hint="mend eos_token_id in generation_config.json, or in config.json",
+            )
         if self.dtype not in _DTYPES:
             raise ModelError(f"{where} stores weights as {self.dtype}", hint="use " + ", ".join(_DTYPES))
 

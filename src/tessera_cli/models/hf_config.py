@@ -38,6 +38,8 @@ _READ = {
 }
 # They sound like mathematics and are none of a forward pass: training's, or marks that tools left.
 _WITHOUT_EFFECT = {"attention_dropout", "is_llama_config", "output_attentions", "attn_implementation"}
+# Some fields have an entry for each layer: a number from a damaged file must not be counted up to.
+_MAX_LAYERS = 10_000
 _SOUNDS_LIKE_MATHEMATICS = (
     *("rope", "rotary", "attn", "attention", "head", "norm", "bias", "scal", "multiplier", "window", "cap"),
     *("logit", "expert", "moe", "quant", "residual", "embed", "layer", "act", "mlp", "clip", "alibi", "lora"),
@@ -81,13 +83,16 @@ def read_fields(raw: Fields, where: str) -> Fields:
     """
     family = FAMILIES[raw["model_type"]]
     raw = {**family.defaults, **raw}
+    depth = _whole(raw["num_hidden_layers"])
+    if depth > _MAX_LAYERS:
+        raise ModelError(f"{where} has num_hidden_layers={depth}, and no model has more than {_MAX_LAYERS}")
     heads = _whole(raw["num_attention_heads"])
     theta, scaling = read_rope(raw, default_theta=raw.get("default_theta", 10_000.0), where=where)
     return {
         "vocab_size": _whole(raw["vocab_size"]),
         "hidden_size": _whole(raw["hidden_size"]),
         "intermediate_size": _whole(raw["intermediate_size"]),
-        "num_hidden_layers": _whole(raw["num_hidden_layers"]),
+        "num_hidden_layers": depth,
         "num_attention_heads": heads,
         "num_key_value_heads": _whole(raw.get("num_key_value_heads") or heads),
         "head_dim": _whole(raw.get("head_dim") or _whole(raw["hidden_size"]) // heads),

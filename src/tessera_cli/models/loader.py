@@ -16,7 +16,7 @@ from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.hf_families import FAMILIES
 from tessera_cli.models.linear_layers import tie_int8_head, use_int8_layers
 from tessera_cli.models.quantization import QUANTIZATIONS, Quantization
-from tessera_cli.models.weight_files import StoredTensor, read_tensors
+from tessera_cli.models.weight_files import StoredTensor, num_stored_bytes, read_tensors
 
 
 def select_dtype(name: str, stored: str, device: str) -> torch.dtype:
@@ -98,6 +98,7 @@ def load_decoder(path: Path, *, dtype: torch.dtype, device: torch.device | str =
         ModelError: weights are missing, unexpected, quantised or of another shape, or a file is damaged.
     """
     config = ModelConfig.unquantised(path)
+    _check_size(config, path)
     decoder = Decoder(config, dtype=dtype, device="meta").to_empty(device=device)
     _fill(decoder, path, is_quantised=False)
     return decoder.eval()
@@ -113,6 +114,7 @@ def load_int8_decoder(path: Path, *, dtype: torch.dtype, device: torch.device | 
         ModelError: as `load_decoder`, but for weights that Tessera quantised; or one is not finite.
     """
     config = ModelConfig.from_dir(path)
+    _check_size(config, path)
     decoder = Decoder(replace(config, quantization="int8"), dtype=dtype, device="meta")
     use_int8_layers(decoder)
     decoder.to_empty(device=device)
@@ -136,6 +138,17 @@ def _fill(decoder: Decoder, path: Path, *, is_quantised: bool) -> None:
         raise ModelError(f"{path} lacks {len(missing)} of {len(targets)} tensors, {first} for one")
     if tied_head is not None:
         _check_tied(tied_head, targets, is_quantised=is_quantised)
+
+
+def _check_size(config: ModelConfig, path: Path) -> None:
+    """Refuse sizes that the weights cannot have before memory for them is asked for."""
+    num_bytes = num_stored_bytes(path)
+    if config.num_parameters > num_bytes:  # less than a byte for each
+        raise ModelError(
+            f"{path}: config.json asks for {config.num_parameters:,} parameters, and the weights have"
+            f" {num_bytes:,} bytes",
+            hint="download or convert the model again",
+        )
 
 
 def _check_tied(head: StoredTensor, targets: dict[str, Tensor], *, is_quantised: bool) -> None:

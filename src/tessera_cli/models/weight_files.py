@@ -42,6 +42,19 @@ def read_tensors(path: Path) -> Iterator[StoredTensor]:
             yield StoredTensor(name, value, file)
 
 
+def num_stored_bytes(path: Path) -> int:
+    """The size of the weight files of `path` together.
+
+    Raises:
+        ModelError: a file is missing, damaged or cannot be read.
+    """
+    num_bytes = 0
+    for file, _ in _weight_files(path):
+        with _opened(file):
+            num_bytes += file.stat().st_size
+    return num_bytes
+
+
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     hint = "download or convert the model again"

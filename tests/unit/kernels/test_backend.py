@@ -62,6 +62,17 @@ def test_sizes_without_a_kernel_are_the_references(
         select_backend("cpu", "cpu", layers=[layer], block_size=block_size)
 
 
+@pytest.mark.usefixtures("with_kernel")
+def test_numbers_without_a_kernel_are_the_references() -> None:
+    assert select_backend("auto", "cpu", dtype=torch.float32)[0] == "cpu"
+    assert select_backend("auto", "cpu", dtype=torch.float64) == (
+        "reference",
+        "plain PyTorch: the compiled kernels have no float64",
+    )
+    with pytest.raises(UsageError, match="float64"):
+        select_backend("cpu", "cpu", dtype=torch.float64)
+
+
 @pytest.mark.parametrize(("name", "device"), [("cuda", "cpu"), ("cpu", "cuda"), ("cpu", "cuda:1")])
 def test_a_kernel_of_another_device_is_refused(name: str, device: str) -> None:
     with pytest.raises(UsageError, match=f"{name!r} does not run on {device}"):

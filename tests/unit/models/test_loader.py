@@ -91,6 +91,17 @@ def test_damaged_weights_are_told_in_one_line(model_dir: Path, tmp_path: Path) -
             load_decoder(path, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("sizes", [{"num_hidden_layers": 9_999}, {"intermediate_size": 10**12}])
+def test_sizes_that_the_weights_cannot_have_are_refused_before_memory_is_asked_for(
+    model_dir: Path, tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    path = shutil.copytree(model_dir, tmp_path / "absurd")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | sizes))
+    with pytest.raises(ModelError, match=r"asks for .* parameters, and the weights have"):
+        load_decoder(path, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_quantised_weights_are_refused(model_dir: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     path = copy(model_dir, tmp_path)
