@@ -25,7 +25,10 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         vocab, hidden = config.vocab_size, config.hidden_size
-        self.embed_tokens = nn.Embedding(vocab, hidden, dtype=dtype, device=device)
+        embedding = torch.empty(vocab, hidden, dtype=dtype, device=device)
+        if not embedding.is_meta:  # where nothing can be drawn, and torch would load its compiler to do it
+            nn.init.normal_(embedding)
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=False)
         self.layers = nn.ModuleList(
             DecoderLayer(config, index, dtype=dtype, device=device)
             for index in range(config.num_hidden_layers)
