@@ -10,108 +10,119 @@
 
 namespace tessera {
 
-constexpr int CHUNK = 6;   // rows whose accumulators fit sixteen registers, two vectors each
+constexpr int CHUNK = 6;   // rows of one pass
 constexpr int TILE = 128;  // the most keys between two rescalings; every block size divides it
 
-// Asks for `count` elements.
-template <class T> TESSERA_INLINE void prefetch(const T* from, int count) {
-  constexpr int LINE = 64 / static_cast<int>(sizeof(T));
-  for (int i = 0; i < count; i += LINE) __builtin_prefetch(from + i);
-}
+// Vectors of a row's sums, so that all sums of a pass stay in registers: 12 of 16, or 24 of AVX-512's 32.
+constexpr int vectors_of(int rows) { return rows <= 3 || MOST_LANES > LANES ? 4 : 2; }
 
-// What is asked for while a block is scored: its values, and the keys of the block after it.
-template <class T> struct Upcoming {
-  const T *values, *keys;
+template <class T> constexpr int LINE = 64 / sizeof(T);  // elements of a cache line
 
-  Upcoming after(int count) const { return {values + count, keys + count}; }
+// Keys of one tile, a vector of N at a time; blocks are [head_dim, block_size].
+template <class T> struct KeyRun {
+  const T* keys;           // what `vectors` count from
+  const int64_t* vectors;  // where each vector begins, in elements
+  const T* ahead;          // what `shares` count from: the values of the same blocks
+  const int64_t* shares;   // where the N * head_dim elements begin that are asked for along with each vector
 };
 
-// scores[r][0 .. 8 W) = sum over d of queries[d][r] * keys[d][0 .. 8 W), rows of `scores` TILE apart.
+// scores[r][0 .. N W) = sum over d of queries[d][r] * keys[d][0 .. N W), rows of `scores` TILE apart.
 //
-// Blocks are scattered and the hardware's own prefetching stops at a page's end. Values are asked for here, a line
-// for each line of keys. A block's float32 keys are a stream long enough for the hardware, which fetches it beside
-// the values, while requests of ours would break it off; narrower keys are asked for too.
-template <class T, int R, int W>
-void score(float* scores, const float* queries, const T* keys, Upcoming<T> upcoming, int stride, int head_dim) {
+// Blocks are scattered and the hardware's own prefetching stops at a page's end, so what comes next is asked for
+// here, if AHEAD: a line for each line that is read.
+template <class T, int N, int R, int W, bool AHEAD>
+void score(float* scores, const float* queries, const KeyRun<T>& run, int stride, int head_dim) {
   constexpr int CHAINS = R * W < 8 ? 2 : 1;  // eight sums at least hide what a multiplication takes
-  Floats sums[CHAINS][R][W];
+  FloatsOf<N> sums[CHAINS][R][W];
   for (auto& chain : sums)
     for (auto& row : chain)
-      for (Floats& sum : row) sum = Floats{};
-  for (int d = 0; d < head_dim; d += CHAINS)
-    for (int chain = 0; chain < CHAINS; ++chain, keys += stride, queries += R) {
-      Floats key[W];
-      prefetch(upcoming.values, W * LANES);
-      if constexpr (sizeof(T) < sizeof(float)) prefetch(upcoming.keys, W * LANES);
-      upcoming = upcoming.after(stride);
-      for (int w = 0; w < W; ++w) key[w] = load(keys + w * LANES);
+      for (auto& sum : row) sum = FloatsOf<N>{};
+  const T *keys[W], *ahead[W];
+  for (int w = 0; w < W; ++w) {
+    keys[w] = run.keys + run.vectors[w];
+    ahead[w] = run.ahead + run.shares[w];
+  }
+  for (int64_t d = 0, at = 0; d < head_dim; d += CHAINS)
+    for (int chain = 0; chain < CHAINS; ++chain, at += stride, queries += R) {
+      if (AHEAD && (d + chain) * N % LINE<T> == 0)
+        for (int w = 0; w < W; ++w) __builtin_prefetch(ahead[w] + (d + chain) * N);
+      FloatsOf<N> key[W];
+      for (int w = 0; w < W; ++w) key[w] = load<N>(keys[w] + at);
       for (int r = 0; r < R; ++r)
         for (int w = 0; w < W; ++w) sums[chain][r][w] += queries[r] * key[w];
     }
   for (int r = 0; r < R; ++r)
     for (int w = 0; w < W; ++w) {
       if constexpr (CHAINS == 2) sums[0][r][w] += sums[1][r][w];
-      store(scores + r * TILE + w * LANES, sums[0][r][w]);
+      store(scores + r * TILE + w * N, sums[0][r][w]);
     }
 }
 
-// All keys of one block. `stride` is the block size: keys are stored [head_dim, block_size].
-template <class T, int R>
-void score_block(float* scores, const float* queries, const T* keys, const Upcoming<T>& upcoming, int stride,
-                 int head_dim) {
-  int at = 0;
-  if constexpr (R <= 3)
-    for (; at + 4 * LANES <= stride; at += 4 * LANES)
-      score<T, R, 4>(scores + at, queries, keys + at, upcoming.after(at), stride, head_dim);
-  for (; at + 2 * LANES <= stride; at += 2 * LANES)
-    score<T, R, 2>(scores + at, queries, keys + at, upcoming.after(at), stride, head_dim);
-  for (; at < stride; at += LANES)
-    score<T, R, 1>(scores + at, queries, keys + at, upcoming.after(at), stride, head_dim);
+// `count` vectors of N keys.
+template <class T, int N, int R, bool AHEAD>
+void score_run(float* scores, const float* queries, KeyRun<T> run, int count, int stride, int head_dim) {
+  const auto pass = [&](auto vectors) {
+    constexpr int W = decltype(vectors)::value;
+    for (; count >= W; count -= W, run.vectors += W, run.shares += W, scores += W * N)
+      score<T, N, R, W, AHEAD>(scores, queries, run, stride, head_dim);
+  };
+  pass(std::integral_constant<int, vectors_of(R)>());
+  if constexpr (vectors_of(R) == 4) pass(std::integral_constant<int, 2>());
+  pass(std::integral_constant<int, 1>());
 }
 
 // Consecutive values of one block.
 template <class T> struct Run {
   const T* values;  // [count, head_dim]
+  const T* ahead;   // as many elements that are asked for meanwhile
   int count;
   int at;  // place of the first one in the tile
 };
 
-// sums[r][0 .. 8 C) += sum over keys of weights[r][key] * values[key][0 .. 8 C).
-template <class T, int R, int C>
+// sums[r][0 .. N C) += sum over keys of weights[r][key] * values[key][0 .. N C).
+template <class T, int N, int R, int C, bool AHEAD>
 void weigh(float* sums, const float* weights, const Run<T>* runs, int num_runs, int head_dim, int column) {
-  Floats total[R][C];
+  FloatsOf<N> total[R][C];
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) total[r][c] = load(sums + r * head_dim + column + c * LANES);
+    for (int c = 0; c < C; ++c) total[r][c] = load<N>(sums + r * head_dim + column + c * N);
   for (int i = 0; i < num_runs; ++i) {
-    const T* values = runs[i].values + column;
+    const T *values = runs[i].values + column, *ahead = runs[i].ahead + column;
     const float* weight = weights + runs[i].at;
     for (int t = 0; t < runs[i].count; ++t, values += head_dim, ++weight) {
+      if constexpr (AHEAD) {
+        for (int c = 0; c < C * N; c += LINE<T>) __builtin_prefetch(ahead + c);
+        ahead += head_dim;
+      }
       if constexpr (R > 3) {  // whichever is fewer stays in registers: the values, or the weights
-        Floats value[C];
-        for (int c = 0; c < C; ++c) value[c] = load(values + c * LANES);
+        FloatsOf<N> value[C];
+        for (int c = 0; c < C; ++c) value[c] = load<N>(values + c * N);
         for (int r = 0; r < R; ++r)
           for (int c = 0; c < C; ++c) total[r][c] += weight[r * TILE] * value[c];
       } else {
         for (int c = 0; c < C; ++c) {
-          const Floats value = load(values + c * LANES);
+          const FloatsOf<N> value = load<N>(values + c * N);
           for (int r = 0; r < R; ++r) total[r][c] += weight[r * TILE] * value;
         }
       }
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) store(sums + r * head_dim + column + c * LANES, total[r][c]);
+    for (int c = 0; c < C; ++c) store(sums + r * head_dim + column + c * N, total[r][c]);
 }
 
-template <class T, int R>
+template <class T, int R, bool AHEAD>
 void weigh_runs(float* sums, const float* weights, const Run<T>* runs, int num_runs, int head_dim) {
   int column = 0;
-  if constexpr (R <= 3)
-    for (; column + 4 * LANES <= head_dim; column += 4 * LANES)
-      weigh<T, R, 4>(sums, weights, runs, num_runs, head_dim, column);
-  for (; column + 2 * LANES <= head_dim; column += 2 * LANES)
-    weigh<T, R, 2>(sums, weights, runs, num_runs, head_dim, column);
-  for (; column < head_dim; column += LANES) weigh<T, R, 1>(sums, weights, runs, num_runs, head_dim, column);
+  const auto pass = [&](auto lanes, auto vectors) {
+    constexpr int N = decltype(lanes)::value, C = decltype(vectors)::value;
+    for (; column + C * N <= head_dim; column += C * N)
+      weigh<T, N, R, C, AHEAD>(sums, weights, runs, num_runs, head_dim, column);
+  };
+  constexpr std::integral_constant<int, MOST_LANES> most;
+  pass(most, std::integral_constant<int, vectors_of(R)>());
+  if constexpr (vectors_of(R) == 4) pass(most, std::integral_constant<int, 2>());
+  pass(most, std::integral_constant<int, 1>());
+  if constexpr (MOST_LANES > LANES) pass(std::integral_constant<int, LANES>(), std::integral_constant<int, 1>());
 }
 
 // Calls f with `rows` as a compile-time constant.
@@ -136,29 +147,30 @@ struct Softmax {
 // the others become exactly 0, whatever their scores are. Returns the factor for the row's earlier sums.
 //
 // `key_scales` and `value_scales` are those of the tile's keys, or null; `soft_cap` is in units of log2(e), 0 for
-// none. begin and end are multiples of LANES.
+// none. begin and end are multiples of N.
+template <int N>
 inline float weights_of(float* scores, Softmax& state, int begin, int end, int first, int last,
                         const float* key_scales, const float* value_scales, float soft_cap) {
   if (first >= last) {
-    for (int t = begin; t < end; t += LANES) store(scores + t, Floats{});
+    for (int t = begin; t < end; t += N) store(scores + t, FloatsOf<N>{});
     return 1.f;
   }
   if (key_scales)
-    for (int t = begin; t < end; t += LANES) store(scores + t, load(scores + t) * load(key_scales + t));
+    for (int t = begin; t < end; t += N) store(scores + t, load<N>(scores + t) * load<N>(key_scales + t));
   if (soft_cap != 0.f)
-    for (int t = begin; t < end; t += LANES) store(scores + t, tanh(load(scores + t)) * soft_cap);
+    for (int t = begin; t < end; t += N) store(scores + t, tanh(load<N>(scores + t)) * soft_cap);
   for (int t = begin; t < first; ++t) scores[t] = -INFINITY;
   for (int t = last; t < end; ++t) scores[t] = -INFINITY;
 
-  Floats widest = load(scores + begin);
-  for (int t = begin + LANES; t < end; t += LANES) widest = larger(widest, load(scores + t));
+  FloatsOf<N> widest = load<N>(scores + begin);
+  for (int t = begin + N; t < end; t += N) widest = larger(widest, load<N>(scores + t));
   const float before = state.top;
   const float top = std::fmax(before, largest_lane(widest));
-  Floats total = {};
-  for (int t = begin; t < end; t += LANES) {
-    const Floats weight = exp2(load(scores + t) - top);
+  FloatsOf<N> total = {};
+  for (int t = begin; t < end; t += N) {
+    const FloatsOf<N> weight = exp2(load<N>(scores + t) - top);
     total += weight;
-    store(scores + t, value_scales ? weight * load(value_scales + t) : weight);
+    store(scores + t, value_scales ? weight * load<N>(value_scales + t) : weight);
   }
   const float kept = top == before ? 1.f : std::exp2(before - top);
   state.top = top;

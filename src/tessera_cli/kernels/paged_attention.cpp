@@ -88,7 +88,9 @@ void finish_row(void* out, int64_t offset, float* sums, float total, int head_di
   store_row(out, offset, sums, head_dim, kind);
 }
 
-void run_task(const Layer& layer, const Step& step, const Task& task, const Rows& q, void* out, float* parts) {
+// `following` is the task that the thread has next, or null.
+void run_task(const Layer& layer, const Step& step, const Task& task, const Task* following, const Rows& q, void* out,
+              float* parts) {
   thread_local Scratch scratch;
   const int dim = layer.head_dim;
   const TaskMemory memory(scratch.floats(TaskMemory::size(dim)), dim);
@@ -99,12 +101,16 @@ void run_task(const Layer& layer, const Step& step, const Task& task, const Rows
   Softmax states[MAX_ROWS];
   std::fill_n(states, task.num_rows, Softmax{-INFINITY, 0.f});
 
-  const int32_t* table = step.block_tables + int64_t{task.seq} * step.table_width;
+  const auto attend = [&](auto element) {
+    using T = decltype(element);
+    if (layer.block_size % MOST_LANES == 0) attend_keys<T, MOST_LANES>(rows, step, following, memory, states);
+    else attend_keys<T, LANES>(rows, step, following, memory, states);
+  };
   switch (layer.kind) {
-    case FLOAT32: attend_keys<float>(rows, table, memory, states); break;
-    case FLOAT16: attend_keys<Half>(rows, table, memory, states); break;
-    case BFLOAT16: attend_keys<BFloat16>(rows, table, memory, states); break;
-    default: attend_keys<int8_t>(rows, table, memory, states);
+    case FLOAT32: attend(float{}); break;
+    case FLOAT16: attend(Half{}); break;
+    case BFLOAT16: attend(BFloat16{}); break;
+    default: attend(int8_t{});
   }
   for (int row = 0; row < task.num_rows; ++row) {
     float* sums = memory.sums + row * dim;
@@ -194,7 +200,8 @@ void tessera_attend(const Layer* layer, const Step* step, const void* q, int64_t
       return std::lower_bound(cost_before.begin(), cost_before.end() - 1, cost) - cost_before.begin();
     };
     const int64_t end = at(total * (thread + 1) / count);
-    for (int64_t i = at(total * thread / count); i < end; ++i) run_task(*layer, *step, tasks[i], queries, out, parts);
+    for (int64_t i = at(total * thread / count); i < end; ++i)
+      run_task(*layer, *step, tasks[i], i + 1 < end ? &tasks[i + 1] : nullptr, queries, out, parts);
 #pragma omp barrier
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < num_merges; ++i)

@@ -1,4 +1,4 @@
-// Vectors of eight floats, and the storage types that are read into them and written from them.
+// Vectors of floats, and the storage types that are read into them and written from them.
 //
 // GCC's vector types rather than intrinsics: one source becomes SSE2, AVX2, AVX-512 or NEON, as -march says.
 // What has no vector form in the language (half precision, 16-bit pair products) is in one place each.
@@ -16,16 +16,26 @@
 
 namespace tessera {
 
-constexpr int LANES = 8;
+constexpr int LANES = 8;  // widths are multiples of it
+#ifdef __AVX512F__
+constexpr int MOST_LANES = 16;     // of the widest vector there is
+constexpr __mmask16 ALL = 0xffff;  // masked loads, as GCC 12 warns of the unmasked ones in its own header
+#else
+constexpr int MOST_LANES = LANES;
+#endif
 
-typedef float Floats __attribute__((vector_size(32)));
-typedef int32_t Ints __attribute__((vector_size(32)));
-typedef uint32_t Words __attribute__((vector_size(32)));
-typedef uint16_t Halves __attribute__((vector_size(16)));
-typedef int8_t Bytes __attribute__((vector_size(8)));
+template <int N> struct Vector {
+  typedef float Floats __attribute__((vector_size(4 * N)));
+  typedef int32_t Ints __attribute__((vector_size(4 * N)));
+  typedef uint32_t Words __attribute__((vector_size(4 * N)));
+  typedef uint16_t Halves __attribute__((vector_size(2 * N)));
+  typedef int8_t Bytes __attribute__((vector_size(N)));
+};
+using Floats = Vector<LANES>::Floats;
+using Ints = Vector<LANES>::Ints;
+template <int N> using FloatsOf = typename Vector<N>::Floats;
 
-typedef float Quad __attribute__((vector_size(16)));
-struct Pair { Quad low, high; };  // the lanes of Floats
+template <class V> constexpr int lanes_of = sizeof(V) / sizeof(float);
 
 struct Half { uint16_t bits; };
 struct BFloat16 { uint16_t bits; };
@@ -40,47 +50,63 @@ template <class To, class From> TESSERA_INLINE To bit_cast(From from) {
   return to;
 }
 
-TESSERA_INLINE Floats load(const float* from) {
-  Floats x;
+template <int N = LANES> TESSERA_INLINE FloatsOf<N> load(const float* from) {
+  FloatsOf<N> x;
   std::memcpy(&x, from, sizeof x);
   return x;
 }
 
-TESSERA_INLINE Words load_words(const void* from) {
+template <int N> TESSERA_INLINE typename Vector<N>::Words load_words(const void* from) {
+  typedef typename Vector<N>::Words Words;
+#ifdef __AVX512F__
+  if constexpr (N == 16)
+    return (Words)_mm512_maskz_cvtepu16_epi32(ALL, _mm256_loadu_si256(static_cast<const __m256i*>(from)));
+#endif
 #ifdef __AVX2__
-  return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
-#else
-  Halves bits;
+  if constexpr (N == 8) return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+#endif
+  typename Vector<N>::Halves bits;
   std::memcpy(&bits, from, sizeof bits);
   return __builtin_convertvector(bits, Words);
-#endif
 }
 
-TESSERA_INLINE Floats load(const BFloat16* from) { return bit_cast<Floats>(load_words(from) << 16); }
+template <int N = LANES> TESSERA_INLINE FloatsOf<N> load(const BFloat16* from) {
+  return bit_cast<FloatsOf<N>>(load_words<N>(from) << 16);
+}
 
-TESSERA_INLINE Floats load(const Half* from) {
+template <int N = LANES> TESSERA_INLINE FloatsOf<N> load(const Half* from) {
+#ifdef __AVX512F__
+  if constexpr (N == 16)
+    return (FloatsOf<N>)_mm512_maskz_cvtph_ps(ALL, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#endif
 #ifdef __F16C__
-  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-#else
-  const Words half = load_words(from);
+  if constexpr (N == 8) return (FloatsOf<N>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#endif
+  typedef typename Vector<N>::Words Words;
+  const Words half = load_words<N>(from);
   // Exponent and fraction moved into place, then scaled by 2^112: right for subnormals too.
-  const Floats scaled = bit_cast<Floats>((half & 0x7fffu) << 13) * 0x1p112f;
+  const FloatsOf<N> scaled = bit_cast<FloatsOf<N>>((half & 0x7fffu) << 13) * 0x1p112f;
   const Words special = (Words)((half & 0x7c00u) == 0x7c00u) & 0x7f800000u;  // infinities and NaN
-  return bit_cast<Floats>(bit_cast<Words>(scaled) | special | ((half & 0x8000u) << 16));
-#endif
+  return bit_cast<FloatsOf<N>>(bit_cast<Words>(scaled) | special | ((half & 0x8000u) << 16));
 }
 
-TESSERA_INLINE Floats load(const int8_t* from) {
+template <int N = LANES> TESSERA_INLINE FloatsOf<N> load(const int8_t* from) {
+#ifdef __AVX512F__
+  if constexpr (N == 16)
+    return (FloatsOf<N>)_mm512_maskz_cvtepi32_ps(ALL, 
+        _mm512_maskz_cvtepi8_epi32(ALL, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#endif
 #ifdef __AVX2__
-  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
-#else
-  Bytes bytes;
-  std::memcpy(&bytes, from, sizeof bytes);
-  return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+  if constexpr (N == 8)
+    return (FloatsOf<N>)_mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 #endif
+  typename Vector<N>::Bytes bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(bytes, typename Vector<N>::Ints), FloatsOf<N>);
 }
 
-TESSERA_INLINE void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+template <class V> TESSERA_INLINE void store(float* to, V x) { std::memcpy(to, &x, sizeof x); }
 
 // Both round to nearest, ties to even; overflow becomes infinity and NaN stays NaN.
 TESSERA_INLINE Half to_half(float x) {
@@ -127,43 +153,50 @@ inline void store_row(void* to, int64_t offset, const float* from, int count, Ki
   store_row(static_cast<BFloat16*>(to) + offset, from, count);
 }
 
-TESSERA_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+template <class V> TESSERA_INLINE V larger(V a, V b) { return a > b ? a : b; }
 
-TESSERA_INLINE float sum_lanes(Floats x) {
-  const auto [low, high] = bit_cast<Pair>(x);
-  const Quad four = low + high;
-  return (four[0] + four[2]) + (four[1] + four[3]);
+// The lanes of a vector brought together by `join`: halves, quarters and so on down to one, the same at every level.
+template <class V, class Join> TESSERA_INLINE float join_lanes(V x, Join&& join) {
+  if constexpr (lanes_of<V> == 2) {
+    return join(x[0], x[1]);
+  } else {
+    struct Half { FloatsOf<lanes_of<V> / 2> low, high; };
+    const auto [low, high] = bit_cast<Half>(x);
+    return join_lanes(join(low, high), join);
+  }
 }
 
-TESSERA_INLINE float largest_lane(Floats x) {
-  const auto [low, high] = bit_cast<Pair>(x);
-  const Quad four = low > high ? low : high;
-  const float even = four[0] > four[2] ? four[0] : four[2], odd = four[1] > four[3] ? four[1] : four[3];
-  return even > odd ? even : odd;
+template <class V> TESSERA_INLINE float sum_lanes(V x) {
+  return join_lanes(x, [](auto a, auto b) { return a + b; });
+}
+
+template <class V> TESSERA_INLINE float largest_lane(V x) {
+  return join_lanes(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // 2^x for x <= 127, to 2e-7 of the result; 0 below -126, NaN for NaN. Taylor's polynomial of degree 6 in
 // x ln 2, on [-1/2, 1/2] around the nearest whole number.
-TESSERA_INLINE Floats exp2(Floats x) {
-  const Floats lowest = Floats{} - 126.f;
-  const Floats bounded = x < lowest ? lowest : x;
-  const Floats whole = (bounded + 12582912.f) - 12582912.f;  // 1.5 * 2^23: rounds to the nearest
-  const Floats f = bounded - whole;
-  const Floats power =
+template <class V> TESSERA_INLINE V exp2(V x) {
+  typedef typename Vector<lanes_of<V>>::Ints Ints;
+  const V lowest = V{} - 126.f;
+  const V bounded = x < lowest ? lowest : x;
+  const V whole = (bounded + 12582912.f) - 12582912.f;  // 1.5 * 2^23: rounds to the nearest
+  const V f = bounded - whole;
+  const V power =
       1.f + f * (0.693147181f + f * (0.240226507f + f * (0.0555041087f + f * (0.00961812911f +
       f * (0.00133335581f + f * 0.000154035304f)))));
   const Ints exponent = (__builtin_convertvector(whole, Ints) + 127) << 23;
-  const Floats result = power * bit_cast<Floats>(exponent);
-  return x < lowest ? Floats{} : result;
+  const V result = power * bit_cast<V>(exponent);
+  return x < lowest ? V{} : result;
 }
 
 // tanh(x) to 4e-7 of the result: a series near 0, where the quotient would cancel.
-TESSERA_INLINE Floats tanh(Floats x) {
-  const Floats size = x < 0.f ? -x : x;
-  const Floats e = exp2(size * -2.88539008f);  // exp(-2 |x|)
-  const Floats quotient = (1.f - e) / (1.f + e);
-  const Floats square = x * x;
-  const Floats series =
+template <class V> TESSERA_INLINE V tanh(V x) {
+  const V size = x < 0.f ? -x : x;
+  const V e = exp2(size * -2.88539008f);  // exp(-2 |x|)
+  const V quotient = (1.f - e) / (1.f + e);
+  const V square = x * x;
+  const V series =
       x * (1.f + square * (-0.333333333f + square * (0.133333333f + square * (-0.0539682540f +
       square * 0.0218694885f))));
   return size < 0.25f ? series : (x < 0.f ? -quotient : quotient);

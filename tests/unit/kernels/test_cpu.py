@@ -24,11 +24,22 @@ _LONG = [
     Case("long prompt in a window", (300,), (300,), window=50),
     Case("long prompt, large group", (130,), (100,), heads=20, kv_heads=1),
     Case("group above a tile", (300, 20), (1, 2), heads=71, kv_heads=1),
+    # Heads whose last eight columns are half of the widest vector.
+    Case("heads of 72", (300, 70), (1, 40), head_dim=72),
+    Case(
+        "heads of 24, blocks of 8", (300, 70), (1, 40), head_dim=24, block_size=8, kv_cache_dtype=torch.int8
+    ),
     *(
         Case(f"long, {dtype}", (700, 520), (100, 1), head_dim=80, window=333, kv_cache_dtype=dtype)
         for dtype in (torch.float16, torch.bfloat16, torch.int8)
     ),
 ]
+
+
+@pytest.fixture(autouse=True)
+def of_each_build(build: CpuLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every build that this machine can run, in turn, is the one that `CpuAttention` finds."""
+    monkeypatch.setattr(cpu, "load_library", lambda: build)
 
 
 @pytest.mark.parametrize("case", [*parity.cases(), *_LONG], ids=str)
