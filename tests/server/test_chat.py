@@ -305,8 +305,6 @@ def test_where_a_call_is_required_there_is_one(tool_server: Running, stream: boo
             {"tool_choice": {"type": "function", "function": {"name": "no"}}, "tools": [TOOL]},
             "tool_choice.function.name",
         ),
-        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"tools": [TOOL | {"function": WEATHER | {"strict": True}}]}, "tools[0].function.strict"),
         ({"tools": [TOOL, TOOL]}, "tools"),
         ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
         (

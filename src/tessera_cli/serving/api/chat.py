@@ -15,7 +15,7 @@ from tessera_cli.serving.api.json_route import JsonRoute
 from tessera_cli.serving.api.protocol import ChatCompletionRequest, NamedTool
 from tessera_cli.serving.api.service import Answering, Service, Serving
 from tessera_cli.serving.api.tool_calls import ParsedCall, ToolCallParser
-from tessera_cli.serving.api.tool_choice import check_tools, forced_form, offered_tools
+from tessera_cli.serving.api.tool_choice import check_tools, form_of_calls, offered_tools
 from tessera_cli.serving.engine_events import Chunk
 from tessera_cli.serving.outputs import CompletionOutput
 
@@ -33,7 +33,7 @@ async def create_chat_completion(body: ChatCompletionRequest, service: Serving) 
         params = body.sampling_params(
             max_tokens=_first(body.max_completion_tokens, body.max_tokens, service.room(prompt)),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            structured_output=forced_form(body) or body.response_form,
+            structured_output=form_of_calls(body) or body.response_form,
         )
         answering = await service.generate([prompt], params, body)
     answer = _ChatAnswer(

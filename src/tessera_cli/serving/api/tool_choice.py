@@ -1,4 +1,4 @@
-"""Which tools a chat may or has to call; a call that has to come is a form of the answer."""
+"""Which tools a chat may or has to call; what is promised of the calls is a form of the answer."""
 
 import json
 
@@ -16,7 +16,8 @@ def check_tools(body: ChatCompletionRequest) -> None:
     """Refuse what cannot be kept to.
 
     Raises:
-        UsageError: a choice without tools, or of none of them; promises about calls that are free to come.
+        UsageError: a choice without tools, or of none of them; tools that no call can tell apart; calls in an
+            answer that has a form already.
     """
     if body.tools is None:
         for name in ("tool_choice", "parallel_tool_calls"):
@@ -36,8 +37,6 @@ def check_tools(body: ChatCompletionRequest) -> None:
             hint=f"the tools are {', '.join(names)}",
             param="tool_choice.function.name",
         )
-    if forced_form(body) is None:
-        _check_free_calls(body, body.tools)
 
 
 def offered_tools(body: ChatCompletionRequest) -> list[Tool] | None:
@@ -45,52 +44,49 @@ def offered_tools(body: ChatCompletionRequest) -> list[Tool] | None:
     return None if body.tool_choice == "none" else body.tools
 
 
-def forced_form(body: ChatCompletionRequest) -> StructuredOutput | None:
-    """The form of an answer that has to be a call; None where text may come as well.
+def form_of_calls(body: ChatCompletionRequest) -> StructuredOutput | None:
+    """The form of an answer whose calls are promised something; None where they are the model's own affair.
 
-    It is a call as the model writes one by itself, with arguments that the tool's schema allows.
+    A call is as the model writes one by itself, with arguments that the schema allows: that of every tool
+    where a call has to come, and of strict ones where text may come as well.
     """
     functions = [tool.function for tool in body.tools or ()]
+    is_single = body.parallel_tool_calls is False
     match body.tool_choice:
+        case "none":
+            return None
         case NamedTool(function=chosen):
+            start = f'"{OPEN}" rest_of_call'
             functions = [function for function in functions if function.name == chosen.name]
-            return StructuredOutput(grammar=_grammar(functions, has_several=False))
         case "required":
-            has_several = body.parallel_tool_calls is not False
-            return StructuredOutput(grammar=_grammar(functions, has_several=has_several))
-    return None
+            start = f'"{OPEN}" rest_of_call' + ("" if is_single else f' ("\\n{OPEN}" rest_of_call)*')
+        case _:
+            if not (is_single or any(function.strict for function in functions)):
+                return None
+            start = f"(until_call rest_of_call){'?' if is_single else '*'} text?"
+            functions = [
+                function
+                if function.strict
+                else function.model_copy(update={"parameters": {"type": "object"}})
+                for function in functions
+            ]
+    return StructuredOutput(grammar=_grammar(start, functions))
 
 
-def _check_free_calls(body: ChatCompletionRequest, tools: list[Tool]) -> None:
-    """A call that may come or not is the model's own text, whose arguments and number nothing holds."""
-    hint = 'leave it out, or set tool_choice to "required" or to a function'
-    if body.parallel_tool_calls is False:
-        raise UsageError(
-            "parallel_tool_calls cannot be false where calls are free to come",
-            hint=hint,
-            param="parallel_tool_calls",
-        )
-    for place, tool in enumerate(tools):
-        if tool.function.strict:
-            raise UsageError(
-                "a tool cannot be strict where calls are free to come",
-                hint=hint,
-                param=f"tools[{place}].function.strict",
-            )
-
-
-def _grammar(functions: list[Function], *, has_several: bool) -> str:
-    """Calls of `functions` in llguidance's dialect of Lark; each has its schema as a document of its own."""
+def _grammar(start: str, functions: list[Function]) -> str:
+    """Calls in llguidance's dialect of Lark; the schema of each function is a document of its own."""
     names = [f"call_{number}" for number in range(len(functions))]
-    after = f"}}\n{CLOSE}"
     rules = [
-        f"start: call{' (_between call)*' if has_several else ''}",
-        f"call: {' | '.join(names)}",
-        '_between: "\\n"',
+        f"start: {start}",
+        f"until_call[lazy]: /(.|\\n)*{OPEN}/",
+        "text: TEXT",
+        f"TEXT: /(.|\\n)+/ & ~/(.|\\n)*{OPEN}(.|\\n)*/",
+        f"rest_of_call: {' | '.join(names)}",
     ]
+    after = json.dumps(f"}}\n{CLOSE}")
     for name, function in zip(names, functions, strict=True):
         schema = _NO_ARGUMENTS if function.parameters is None else function.parameters
-        before = f'{OPEN}\n{{"name": {json.dumps(function.name)}, "arguments": '
+        before = json.dumps(f'\n{{"name": {json.dumps(function.name)}, "arguments": ')
         document = json.dumps({"type": "object", **schema, "x-guidance": _SPACES})
-        rules.append(f"{name}: {json.dumps(before)} %json {document} {json.dumps(after)}")
+        rules.append(f"{name}: {before} %json {document} {after}")
     return "\n".join(rules)
