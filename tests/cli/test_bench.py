@@ -213,6 +213,9 @@ def test_a_preset_is_its_options_and_what_is_given_wins(tessera):
     assert code == ExitCode.SUCCESS, err
     # 16 sequences of two blocks each fit into 32, and grow to three.
     assert figures["preemptions"] > 0
+    roomy = json.loads(tessera(*options, "--num-blocks", "65", *sizes)[1])
+    assert roomy["preemptions"] == 0
+    assert roomy["output_sha256"] == figures["output_sha256"]
     config = figures["config"]
     assert (config["preset"], config["num_prompts"], config["num_blocks"]) == ("pressure", 16, 33)
     assert figures["max_concurrency"] == 64

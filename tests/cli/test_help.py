@@ -17,6 +17,7 @@ LIGHT = (
     "distill run --help",
     "generate --help",
     "bench -h",
+    "bench compare -h",
     "simulate --help",
     "trace --help",
     "distill pln",
@@ -80,7 +81,7 @@ def test_no_command_is_help_on_stdout_and_exit_2(
 
 @pytest.mark.parametrize(
     "command",
-    ["", "distill", "env", "generate", "bench"]
+    ["", "distill", "env", "generate", "bench", "bench compare"]
     + [f"distill {name}" for name in ("run", "plan", "init", "eval", "show")],
 )
 def test_every_page_fits_80_columns_and_every_option_is_explained(

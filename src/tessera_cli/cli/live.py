@@ -118,12 +118,16 @@ class EngineView:
         return hits / queries if queries else None
 
     def _rates(self) -> tuple[float | None, float | None, str]:
-        """Prompt and generated tokens per second, and over what: at the end over the whole."""
-        if self.ended is None:
+        """Prompt and generated tokens per second, and over what: at the end over the whole.
+
+        A server counts the tokens of a request at its end, so a few seconds of it would show all or nothing.
+        """
+        if self.ended is None and self.stats.num_blocks:
             return self.prompt_rate.value(), self.generation_rate.value(), f"last {WINDOW_SECONDS:.0f} s"
-        seconds = max(self.ended - self.started, 1e-9)
+        seconds = max((self.clock() if self.ended is None else self.ended) - self.started, 1e-9)
+        over = "completed" if self.ended is None else "in all"
         num_prompt = self.stats.prompt_tokens - self.start.prompt_tokens
-        return num_prompt / seconds, self.generation_tokens / seconds, "in all"
+        return num_prompt / seconds, self.generation_tokens / seconds, over
 
     def _blocks(self) -> tuple[int, str]:
         """Blocks in use; at the end, when none is, the most that were."""

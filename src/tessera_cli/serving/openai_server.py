@@ -34,7 +34,8 @@ class Server:
         """The server at `base_url`, with or without ``/v1``; without `model` it has to serve just one.
 
         Raises:
-            UsageError: that is no http address, no such server answers there, or not with this key or model.
+            UsageError: that is no http address, or its server has not this key or this model.
+            RunError: no model server answers there, or not yet.
         """
         url = _api_url(base_url)
         served = _served_models(url, api_key)
@@ -115,9 +116,11 @@ def _served_models(url: str, api_key: str | None) -> list[str]:
     try:
         response = httpx.get(f"{url}/models", headers=_headers(api_key), timeout=CONNECT_SECONDS)
     except (httpx.HTTPError, ssl.SSLError) as error:
-        raise UsageError(
+        raise RunError(
             f"no server answers at {url}: {_reason(error)}", hint="start one: `tessera serve MODEL`"
         ) from error
+    if response.is_server_error:
+        raise RunError(f"{url}/models: {_told(response)}", hint="wait until it is ready")
     if response.is_error:
         hint = "give --api-key or $TESSERA_API_KEY" if response.status_code in (401, 403) else None
         raise UsageError(f"{url}/models: {_told(response)}", hint=hint)

@@ -52,8 +52,6 @@ def run_server_benchmark(
         on_answer=on_answer,
     )
     duration = load.run(on_progress)
-    if on_progress is not None:
-        on_progress(load.progress)
     answers = completed.values()
     return BenchmarkResult(
         completed=len(answers),

@@ -57,9 +57,12 @@ class ServerLoad:
     def run(self, on_progress: Callable[[ServerProgress], None] | None = None) -> float:
         """Ask everything; seconds from the first submission to the last end.
 
-        `on_progress` is called ten times a second. What `on_answer` raises ends all requests.
+        `on_progress` is called ten times a second and at the end. What `on_answer` raises ends all requests.
         """
-        return asyncio.run(self._run(on_progress))
+        duration = asyncio.run(self._run(on_progress))
+        if on_progress is not None:
+            on_progress(self.progress)
+        return duration
 
     async def _run(self, on_progress: Callable[[ServerProgress], None] | None) -> float:
         ticker = None if on_progress is None else asyncio.create_task(self._tick(on_progress))
