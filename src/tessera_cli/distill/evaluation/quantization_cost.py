@@ -68,7 +68,6 @@ def read_documents(
     return batches, corpus.notes(str(file))
 
 
-@torch.inference_mode()
 def quantization_cost(model: Path, int8_model: Path, batches: Sequence[TrainBatch]) -> QuantizationCost:
     """Compare two model directories on the CPU: the first in float32, the second as the engine runs it.
 
@@ -79,6 +78,12 @@ def quantization_cost(model: Path, int8_model: Path, batches: Sequence[TrainBatc
     backend, _ = select_backend("auto", "cpu", layers=plain.attention_layers)
     quantised = load_served_model(int8_model, torch.float32, "cpu", "int8", backend)
     assert isinstance(quantised, Decoder)
+    return compare_decoders(plain, quantised, batches)
+
+
+@torch.inference_mode()
+def compare_decoders(plain: Decoder, quantised: Decoder, batches: Sequence[TrainBatch]) -> QuantizationCost:
+    """Compare a decoder with another one that has its weights in a coarser form."""
     sums = torch.zeros(4, dtype=torch.float64)
     for batch in batches:
         hidden = (forward_batch(decoder, batch)[batch.target_index] for decoder in (plain, quantised))
