@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: help setup demo test lint format bench bench-engine bench-serve bench-kernels gpu-check shim-sanitizers docs clean
+.PHONY: help setup demo test lint format bench bench-engine bench-serve bench-kernels bench-distill gpu-check shim-sanitizers docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "bench   the newest student at 1, 8 and 64 requests at a time"
 	@echo "bench-engine     where the time of a step goes, and what the scheduler itself costs"
 	@echo "bench-kernels    the compiled CPU kernels beside what they replace"
+	@echo "bench-distill    the chunked loss beside a plain one, training steps beside the machine's rate"
 	@echo "bench-serve      what HTTP costs beside the same requests in process"
 	@echo "gpu-check        the CUDA kernels on this machine's device: parity, sanitizers, speed"
 	@echo "shim-sanitizers  the CUDA kernels' source on the CPU: races, overflows, planted faults; minutes"
@@ -69,6 +70,10 @@ bench-engine: setup
 bench-kernels: setup
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python -m benchmarks.linear
+
+bench-distill: setup
+	$(BIN)/python benchmarks/distill_loss.py
+	$(BIN)/python benchmarks/distill_step.py
 
 bench-serve: setup
 	$(BIN)/python -m benchmarks.serve_overhead

@@ -16,7 +16,8 @@ class Settings:
     """The process's environment.
 
     `home` is where converted models are cached; `no_progress` replaces the live display by plain lines;
-    `api_keys` are those that a server accepts, with commas between them in TESSERA_API_KEY.
+    `api_keys` are those that a server accepts, with commas between them in TESSERA_API_KEY; `rank` is this
+    process's number among those that a launcher started, 0 for the main one.
     """
 
     home: Path
@@ -26,6 +27,7 @@ class Settings:
     no_progress: bool
     offline: bool
     api_keys: tuple[str, ...] = ()
+    rank: int = 0
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> "Settings":
@@ -43,6 +45,7 @@ class Settings:
             no_progress=_flag(env, "TESSERA_NO_PROGRESS"),
             offline=_flag(env, "HF_HUB_OFFLINE"),
             api_keys=tuple(key.strip() for key in env.get("TESSERA_API_KEY", "").split(",") if key.strip()),
+            rank=_rank(env),
         )
 
 
@@ -69,6 +72,14 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
     if value in ("1", "true", "yes", "on"):
         return True
     raise UsageError(f"{name}={env[name]!r} is not a flag", hint=f"set {name} to 1 or 0")
+
+
+def _rank(env: Mapping[str, str]) -> int:
+    # Launchers set both; alone the name is anybody's.
+    value = env.get("RANK", "0") if "WORLD_SIZE" in env else "0"
+    if not value.isdecimal():
+        raise UsageError(f"RANK={value!r} is not a process's number", hint="unset RANK, or use a launcher")
+    return int(value)
 
 
 def _log_level(env: Mapping[str, str]) -> LogLevel:

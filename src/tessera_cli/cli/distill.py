@@ -1,6 +1,8 @@
 """`tessera distill`: plan, run, measure and look at distillations; heavy imports inside the commands."""
 
 import json as json_library
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -87,30 +89,35 @@ def run(
     tessera distill recipe.yaml train.max_tokens=2_000_000 -o runs/longer
     tessera distill recipe.yaml --resume
     """
-    output = Output.of(json=json, quiet=quiet)
     settings = _settings(offline)
+    is_main = settings.rank == 0
+    output = Output.of(json=json and is_main, quiet=quiet or not is_main)
     if resume and overwrite:
         raise UsageError("--resume and --overwrite exclude each other")
     if dry_run and (resume or overwrite or output_dir is not None):
         raise UsageError("--dry-run writes nothing: it takes no --output-dir, --resume or --overwrite")
     from tessera_cli.recipe.loader import load_recipe
 
-    loaded = load_recipe(recipe, [*(overrides or ()), *(() if seed is None else (f"seed={seed}",))])
+    with _told_once(is_main):
+        loaded = load_recipe(recipe, [*(overrides or ()), *(() if seed is None else (f"seed={seed}",))])
     if dry_run:
-        show_plan(loaded, output, settings)
+        if is_main:
+            show_plan(loaded, output, settings)
         return
     run_dir = output_dir or (_unfinished(loaded) if resume else _new_run_dir(loaded))
-    _train(
-        loaded,
-        output,
-        settings,
-        live=live,
-        run_dir=run_dir,
-        resume=resume,
-        overwrite=overwrite,
-        device=device,
-    )
-    show_run(run_dir, output)
+    with _told_once(is_main):
+        _train(
+            loaded,
+            output,
+            settings,
+            live=live if is_main else None,
+            run_dir=run_dir,
+            resume=resume,
+            overwrite=overwrite,
+            device=device,
+        )
+    if is_main:
+        show_run(run_dir, output)
 
 
 @app.command()
@@ -193,6 +200,17 @@ def show(
         output.note("no runs under ./runs")
         return
     output.rows([run_row(run) for run in runs], header=RUN_COLUMNS)
+
+
+@contextmanager
+def _told_once(is_main: bool) -> Iterator[None]:
+    """A user's mistake is the same in every process of a run: the main one tells it."""
+    try:
+        yield
+    except UsageError as error:
+        if is_main:
+            raise
+        raise typer.Exit(error.exit_code) from error
 
 
 def _settings(offline: bool) -> Settings:

@@ -25,7 +25,7 @@ from tessera_cli.distill.training.checkpoint import (
     load_checkpoint,
 )
 from tessera_cli.distill.training.loop import train
-from tessera_cli.distill.training.lora import add_adapters, check_peft, merge_adapters
+from tessera_cli.distill.training.lora import add_adapters, check_peft, merge_adapters, save_adapters
 from tessera_cli.distill.training.processes import Processes
 from tessera_cli.distill.training.tracked import flat_config, tracked_values
 from tessera_cli.distill.training.trainer import Trainer
@@ -153,15 +153,14 @@ def _run_stages(
 
     if end.step != trainer.step:
         trainer.load_state_dict(_load(run, checkpoint_path(run.checkpoints, end.step)))
+    listener(StageStarted("export"))
     with trainer.measured_weights():
         exported = processes.whole_decoder(student)
-    listener(StageStarted("export"))
+        if processes.is_main:
+            _export_student(run, exported, inputs)
     if processes.is_main:
-        if recipe.train.lora is not None:
-            merge_adapters(exported)
-        _export(run, exported, inputs)
         listener(StageStarted("report"))
-        write_report(run, inputs, models.load_teacher(), device)
+        write_report(run, inputs, models.load_teacher(), device, end=end)
         run.update(status="finished")
     processes.wait()
     return RunResult(
@@ -188,23 +187,34 @@ def _load(run: RunDirectory, checkpoint: Path) -> TrainerState:
     return load_checkpoint(checkpoint, fingerprints=run.status.fingerprints)
 
 
-def _export(run: RunDirectory, student: Decoder, inputs: RunInputs) -> None:
-    """Write the student as a model directory with its tokenizer, whole or not at all."""
-    stored = inputs.teacher.config.dtype
-    name = stored if inputs.recipe.export.dtype == "auto" else inputs.recipe.export.dtype
-    unfinished = run.path / ".export"
+def _export_student(run: RunDirectory, student: Decoder, inputs: RunInputs) -> None:
+    """Write the student as a model directory with its tokenizer, and beside it its adapters, if it has any."""
+    recipe, stored = inputs.recipe, inputs.teacher.config.dtype
+    name = stored if recipe.export.dtype == "auto" else recipe.export.dtype
+    if recipe.train.lora is not None:
+        with _whole_directory(run.path / "adapters") as unfinished:
+            save_adapters(student, unfinished, recipe.train.lora, base=recipe.teacher.model)
+        merge_adapters(student)
+    with _whole_directory(run.export) as unfinished:
+        save_decoder(student, unfinished, dtype=select_dtype(name, stored, "cpu"))
+        inputs.teacher.tokenizer.save(unfinished)
+    run.update(export=run.export)
+
+
+@contextmanager
+def _whole_directory(path: Path) -> Iterator[Path]:
+    """A directory to write in, which becomes `path` at the end, whole or not at all."""
+    unfinished = path.with_name(f".{path.name}")
     try:
-        with writing(run.export):
+        with writing(path):
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
-            save_decoder(student, unfinished, dtype=select_dtype(name, stored, "cpu"))
-            inputs.teacher.tokenizer.save(unfinished)
-            if run.export.exists():
-                shutil.rmtree(run.export)
-            unfinished.rename(run.export)
+            yield unfinished
+            if path.exists():
+                shutil.rmtree(path)
+            unfinished.rename(path)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    run.update(export=run.export)
 
 
 @contextmanager

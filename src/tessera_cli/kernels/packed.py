@@ -66,8 +66,9 @@ class PackedAttention:
         packed = torch.arange(cu_seqlens[-1])
         self._slots = (packed + shift.repeat_interleave(torch.tensor(lengths))).to(device)
 
+    @torch.compiler.disable
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend within each document.
+        """Attend within each document; never compiled, for its shapes change with every batch.
 
         Args:
             layer: index of the layer, from 0.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tessera_cli.errors import ModelError
 from tessera_cli.int8_weight import Int8Weight
+from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.weight_files import StoredTensor
 
@@ -31,22 +32,27 @@ _ROWS = 1024
 def checkpoint_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """The checkpoint's tensor names, each with the slice of our (fused) tensor that holds it."""
     config = decoder.config
+    yield from _named("model.embed_tokens", decoder.embed_tokens)
+    for index, layer in enumerate(decoder.layers):
+        for ours, module in layer.named_children():
+            for kind, tensor in _named("", module):
+                for theirs, part in split_module(config, ours, tensor):
+                    yield f"model.layers.{index}.{theirs}{kind}", part
+    yield from _named("model.norm", decoder.norm)
+    if decoder.lm_head is not None and not config.tie_word_embeddings:
+        yield from _named("lm_head", decoder.lm_head)
+
+
+def split_module(config: ModelConfig, ours: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The checkpoint's modules in our (perhaps fused) module of a layer, each with its rows of `tensor`."""
     query = config.num_attention_heads * config.head_dim
     key_value = config.num_key_value_heads * config.head_dim
     splits = {
         "qkv_proj": [query, key_value, key_value],
         "gate_up_proj": [config.intermediate_size, config.intermediate_size],
     }
-    yield from _named("model.embed_tokens", decoder.embed_tokens)
-    for index, layer in enumerate(decoder.layers):
-        for ours, module in layer.named_children():
-            for kind, tensor in _named("", module):
-                parts = tensor.split(splits[ours]) if ours in splits else (tensor,)
-                for theirs, part in zip(_MODULES[ours], parts, strict=True):
-                    yield f"model.layers.{index}.{theirs}{kind}", part
-    yield from _named("model.norm", decoder.norm)
-    if decoder.lm_head is not None and not config.tie_word_embeddings:
-        yield from _named("lm_head", decoder.lm_head)
+    parts = tensor.split(splits[ours]) if ours in splits else (tensor,)
+    yield from zip(_MODULES[ours], parts, strict=True)
 
 
 def is_of_int8(name: str, tensor: Tensor) -> bool:

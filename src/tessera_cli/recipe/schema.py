@@ -113,6 +113,8 @@ class Recipe(Section):
         data = info.data.get("data")
         if data is not None and data.streaming and value.num_epochs is not None:
             raise problem("`data.streaming` needs max_tokens or max_steps: a stream has no known end")
+        if data is not None and data.on_policy is not None and value.lora is not None:
+            raise problem("`lora` and `data.on_policy` exclude each other: adapters do not answer yet")
         return value
 
     @field_validator("loss")

@@ -99,6 +99,8 @@ class TrainSection(Section):
     def _shardable(cls, value: str, info: ValidationInfo) -> str:
         if value == "fsdp2" and info.data.get("dtype") == "float16":
             raise problem("fsdp2 does not go with `dtype: float16`, only with bfloat16 and float32")
+        if value == "fsdp2" and info.data.get("compile"):
+            raise problem("fsdp2 does not go with `compile: true`")
         return value
 
     @model_validator(mode="after")

@@ -4,10 +4,15 @@ import importlib.util
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from tessera_cli.errors import UsageError
+from tessera_cli.models.checkpoint_tensors import split_module
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.recipe.train_section import LoraSection
+
+_MATRICES = ("lora_A", "lora_B")
 
 
 def check_peft() -> None:
@@ -49,6 +54,37 @@ def merge_adapters(student: Decoder) -> None:
     student.requires_grad_(True)
 
 
-def save_adapters(student: Decoder, path: Path, *, base: str) -> None:
-    """Write the adapters of `student` as a directory that peft loads onto the model `base`."""
-    raise NotImplementedError
+def save_adapters(student: Decoder, path: Path, section: LoraSection, *, base: str) -> None:
+    """Write the adapters as a directory that peft loads onto transformers' model of the unmerged student.
+
+    A fused product has one A for its parts, and the parts of its B: the same sum under the names of others.
+
+    Args:
+        student: with adapters, not merged.
+        path: must exist.
+        section: as the adapters were made.
+        base: what the student was before, as its name.
+    """
+    from peft import LoraConfig
+
+    tensors: dict[str, Tensor] = {}
+    names: set[str] = set()
+    for index, layer in enumerate(student.layers):
+        for ours in section.target_modules:
+            module = layer.get_submodule(ours)
+            down, up = (getattr(module, matrix)["default"].weight.detach().cpu() for matrix in _MATRICES)
+            for theirs, part in split_module(student.config, ours, up):
+                key = f"base_model.model.model.layers.{index}.{theirs}"
+                tensors[f"{key}.lora_A.weight"] = down.clone()
+                tensors[f"{key}.lora_B.weight"] = part.contiguous()
+                names.add(theirs.rpartition(".")[2])
+    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        r=section.r,
+        lora_alpha=section.alpha,
+        lora_dropout=section.dropout,
+        target_modules=sorted(names),
+        inference_mode=True,
+    ).save_pretrained(str(path))

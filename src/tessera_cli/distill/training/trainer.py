@@ -15,6 +15,7 @@ from tessera_cli.distill.events import Listener, Note, TrainStep
 from tessera_cli.distill.losses.hidden import hidden_loss, layer_outputs
 from tessera_cli.distill.losses.student_loss import PackedBatch, StepSums, StudentLoss
 from tessera_cli.distill.training.checkpoint import TrainerState
+from tessera_cli.distill.training.layer_forward import prepare_layers
 from tessera_cli.distill.training.optimizer import StudentOptimizer
 from tessera_cli.distill.training.processes import Processes, Share
 from tessera_cli.distill.training.teacher_side import CachedTeacher, OnlineTeacher, TeacherSide
@@ -92,6 +93,7 @@ class Trainer:
         self._teacher = side
         self._teacher.to(self._device)
         self._student = student.to(self._device).eval()  # but for its steps
+        prepare_layers(student, train)
         self._decoder = None if isinstance(teacher, CachedTeacher) else teacher
         self._hidden = hidden_loss(loss.hidden, student, self._decoder)
         dtype = compute_dtype(train.dtype, self._device)
