@@ -207,7 +207,6 @@ def test_a_head_that_is_too_large_is_refused_whether_it_ends_or_not(server: Runn
 
 
 def test_requests_on_one_connection_have_a_head_of_their_own(server: Running) -> None:
-    head = b"GET /version HTTP/1.1\r\nhost: x\r\nx-large: " + b"y" * 20_000 + b"\r\n\r\n"
-    assert raw(server, head * 3).count(b"HTTP/1.1 200") == 3
-    for _ in range(2):
+    for _ in range(3):
+        assert server.http.get("/version", headers={"x-large": "y" * 20_000}).status_code == 200
         assert server.http.post("/v1/completions", json=GOOD | {"user": "u" * 50_000}).status_code == 200
