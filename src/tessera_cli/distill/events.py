@@ -49,9 +49,9 @@ class TrainStep:
 class Evaluated:
     """Figures on held-out documents, at temperature 1, as means over `num_tokens` supervised tokens.
 
-    `kl` is KL(teacher ‖ student) in nats; `top1_agreement` and `top5_agreement` are the shares of tokens where
-    the teacher's likeliest token is the student's, or among the student's five likeliest; `acceptance` is
-    Σ min(p, q), the expected share of draft tokens that speculative decoding would accept.
+    `kl` is KL(teacher ‖ student) in nats; `top1_agreement` and `top5_agreement` are the shares of tokens
+    where the teacher's likeliest token is the student's, or among the student's five likeliest; `acceptance`
+    is Σ min(p, q), the expected share of draft tokens that speculative decoding would accept.
     """
 
     step: int

@@ -188,7 +188,7 @@ def _load(run: RunDirectory, checkpoint: Path) -> TrainerState:
 
 
 def _export_student(run: RunDirectory, student: Decoder, inputs: RunInputs) -> None:
-    """Write the student as a model directory with its tokenizer, and beside it its adapters, if it has any."""
+    """Write the student as a model directory with its tokenizer, and its adapters beside it, if it has any."""
     recipe, stored = inputs.recipe, inputs.teacher.config.dtype
     name = stored if recipe.export.dtype == "auto" else recipe.export.dtype
     if recipe.train.lora is not None:

@@ -68,7 +68,16 @@ def test_the_average_keeps_its_share_of_every_step() -> None:
     assert_same_bits(trainer.state_dict().measured, measured)
 
 
-@pytest.mark.parametrize("keys", [{"ema_decay": 0.5}, {"dtype": "float16"}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"ema_decay": 0.5},
+        {"dtype": "float16"},
+        {"dtype": "bfloat16"},
+        pytest.param({"compile": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_checkpoint_has_all_that_a_resumed_run_needs(keys: dict[str, object], tmp_path: Path) -> None:
     steps = make_steps(4)
     whole, first = _trained(make_decoder(2), steps, **keys), _trained(make_decoder(2), steps[:2], **keys)
