@@ -70,8 +70,8 @@ class Answering:
             DataError: a prompt asks for what a server's routes cannot; before any work.
             RunError: a prompt failed and fails fast.
         """
-        from tessera_cli.cli.bench_target import as_stats
         from tessera_cli.cli.server_answers import answer_by_server, requests_of
+        from tessera_cli.cli.server_view import as_stats
         from tessera_cli.serving.server_load import ServerProgress
 
         self.output.note(f"server    {server.url}, model {server.model}")

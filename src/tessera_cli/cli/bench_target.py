@@ -11,6 +11,7 @@ from tessera_cli.cli.bench_load import Load
 from tessera_cli.cli.bench_load import Target as LoadTarget
 from tessera_cli.cli.live import EngineView
 from tessera_cli.cli.loading import LoadedModel
+from tessera_cli.cli.server_view import as_stats
 from tessera_cli.engine.stats import EngineStats
 from tessera_cli.errors import UsageError
 from tessera_cli.serving.server_request import ServerRequest
@@ -19,7 +20,6 @@ from tessera_cli.serving.workload import BenchmarkRequest, check_lengths
 if TYPE_CHECKING:
     from tessera_cli.serving.benchmark_result import BenchmarkResult
     from tessera_cli.serving.openai_server import Server
-    from tessera_cli.serving.server_load import ServerProgress
 
 # Random token ids for a model whose vocabulary nobody tells; all common ones are larger.
 SERVER_VOCAB_SIZE = 10_001
@@ -185,20 +185,3 @@ class ServerTarget:
 
 def _for_engine(requests: Sequence[ServerRequest]) -> list[BenchmarkRequest]:
     return [BenchmarkRequest(one.token_ids, one.params) for one in requests]
-
-
-def as_stats(progress: "ServerProgress") -> EngineStats:
-    """A server's progress as the live table takes it; no blocks, as nobody outside sees them."""
-    return EngineStats(
-        num_running=progress.num_running,
-        num_waiting=progress.num_waiting,
-        num_preemptions=0,
-        num_finished=0,
-        num_failed=0,
-        num_blocks=0,
-        num_used_blocks=0,
-        block_size=0,
-        prompt_tokens=progress.prompt_tokens,
-        generation_tokens=progress.generation_tokens,
-        num_steps=0,
-    )

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tessera_cli.cli.answers import Answer
-from tessera_cli.cli.bench_target import as_stats
 from tessera_cli.cli.live import EngineView
+from tessera_cli.cli.server_view import as_stats
 from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.errors import DataError, RunError, UsageError
 from tessera_cli.serving.openai_server import Server

@@ -94,7 +94,7 @@ class Server:
                         if on_chunk is not None:
                             on_chunk(index, text)
         except (httpx.HTTPError, SSEError) as error:
-            raise RunError(f"the server's answer broke off: {_reason(error)}") from error
+            raise RunError(f"no whole answer from the server: {_reason(error)}") from error
         except ValueError as error:
             raise RunError(f"the server sent what is no JSON: {error}") from error
         answer.check_complete()
