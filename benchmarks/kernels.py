@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tessera_cli.attention import AttentionLayer
+from tessera_cli.engine.truncation import truncate_rows_plainly
 from tessera_cli.kernels.backend import AttentionMetadata
 from tessera_cli.kernels.cpu import CpuAttention
 from tessera_cli.kernels.cpu_library import CpuLibrary, load_library
 from tessera_cli.kernels.cpu_operators import CpuOperators
+from tessera_cli.kernels.cpu_truncation import truncate_rows
 from tessera_cli.kernels.reference import ReferenceAttention
 from tessera_cli.models.layers import RMSNorm
 from tessera_cli.models.operators import TorchOperators
@@ -29,7 +31,7 @@ _LAYER = AttentionLayer(
     num_heads=9, num_kv_heads=3, head_dim=64, scale=64**-0.5, sliding_window=None, logits_soft_cap=None
 )
 _BLOCK_SIZE = 16
-_HIDDEN, _INNER = 576, 1536
+_HIDDEN, _INNER, _VOCAB = 576, 1536, 49152
 Run = Callable[[int], object]
 
 
@@ -199,6 +201,23 @@ def _operator_pairs(compiled: CpuOperators, tokens: int) -> Sequence[tuple[str, 
     )
 
 
+def truncation(seconds: float, library: CpuLibrary) -> None:
+    for num_rows, spread, top_p in ((1, 3.0, 0.95), (64, 3.0, 0.95), (64, 1.0, 0.95)):
+        logits = torch.randn(num_rows, _VOCAB) * spread
+        weights = (logits - logits.amax(dim=-1, keepdim=True)).exp()
+        rows, top_k = torch.arange(num_rows), torch.full((num_rows,), _VOCAB)
+        shares = torch.full((num_rows,), top_p, dtype=torch.float64)
+
+        def compiled(_: int, weights=weights, rows=rows, top_k=top_k, shares=shares) -> None:
+            truncate_rows(library, weights.clone(), rows, top_k, shares)
+
+        def plain(_: int, weights=weights, rows=rows, top_k=top_k, shares=shares) -> None:
+            truncate_rows_plainly(weights.clone(), rows.tolist(), top_k, shares)
+
+        ours, theirs = lowest(seconds / 2, compiled, plain)
+        tell(f"top-p {top_p} of {num_rows} rows, deviation {spread}: over torch", theirs / ours, ours)
+
+
 def tell(name: str, ratio: float, seconds: float, goal: str = "", more: str = "") -> None:
     print(f"{name:64} {ratio:6.2f}  {goal:7} {seconds * 1e3:9.3f} ms  {more}", flush=True)
 
@@ -209,7 +228,9 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1.5, help="for each side of a ratio")
-    parser.add_argument("only", nargs="*", help="decode, bandwidth, prefill, operators; all by default")
+    parser.add_argument(
+        "only", nargs="*", help="decode, bandwidth, prefill, operators, truncation; all by default"
+    )
     arguments = parser.parse_args()
     library = load_library()
     if not isinstance(library, CpuLibrary):
@@ -222,6 +243,7 @@ def main() -> None:
         "bandwidth": lambda: bandwidth(arguments.seconds, library),
         "prefill": lambda: prefill(arguments.seconds),
         "operators": lambda: operators(arguments.seconds, library),
+        "truncation": lambda: truncation(arguments.seconds, library),
     }
     with torch.inference_mode():
         for name in arguments.only or parts:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from tessera_cli.engine.sampling_params import SamplingParams
+from tessera_cli.kernels.cpu_library import CpuLibrary, load_library
+from tessera_cli.kernels.cpu_truncation import truncate_rows
 
 # Most cuts lie among so many of the largest: a thirtieth of the cost of sorting a vocabulary of 49152.
 _NUM_CANDIDATES = 1024
@@ -29,12 +31,19 @@ def truncate(weights: Tensor, params: Sequence[SamplingParams]) -> None:
     rows = [row for row, p in enumerate(params) if 0 < p.top_k < vocab_size or p.top_p < 1.0]
     if not rows:
         return
+    top_k = torch.tensor([min(params[row].top_k or vocab_size, vocab_size) for row in rows])
+    top_p = torch.tensor([params[row].top_p for row in rows], dtype=torch.float64)
+    library = load_library() if weights.device.type == "cpu" else None
+    if isinstance(library, CpuLibrary):
+        truncate_rows(library, weights, torch.tensor(rows), top_k, top_p)
+    else:
+        truncate_rows_plainly(weights, rows, top_k.to(weights.device), top_p.to(weights.device))
+
+
+def truncate_rows_plainly(weights: Tensor, rows: Sequence[int], top_k: Tensor, top_p: Tensor) -> None:
+    """What `kernels.cpu_truncation.truncate_rows` does, in plain torch."""
     # Copies of a vocabulary's width cost more than the arithmetic: none where every row is cut.
-    kept = weights if len(rows) == len(params) else weights[rows]
-    top_k = torch.tensor(
-        [min(params[row].top_k or vocab_size, vocab_size) for row in rows], device=weights.device
-    )
-    top_p = _column([params[row].top_p for row in rows], weights).squeeze(-1)
+    kept = weights if len(rows) == len(weights) else weights[rows]
     kept.masked_fill_(kept < _thresholds(kept, top_k, top_p)[:, None], 0.0)
     if kept is not weights:
         weights[rows] = kept
@@ -58,7 +67,7 @@ def _thresholds_among(
     vocab_size = weights.shape[-1]
     rank = torch.arange(num_candidates, device=weights.device)
     largest = _largest(weights, num_candidates).masked_fill(rank >= top_k[:, None], 0.0)
-    cumulative = largest.cumsum(dim=-1)
+    cumulative = largest.cumsum(dim=-1, dtype=torch.float64)
     total = torch.where(top_k < vocab_size, cumulative[:, -1], _row_sums(weights))
     wanted = torch.where(top_p < 1.0, top_p * total, torch.inf)
     # A token stays if those before it have not yet the wanted mass, which may round to zero.
@@ -72,8 +81,9 @@ def _thresholds_among(
 def _row_sums(weights: Tensor) -> Tensor:
     """The sum of each row [n], the same bits for a row alone and among others."""
     if weights.device.type == "cpu":
-        return torch.from_numpy(weights.numpy().sum(axis=-1))  # torch splits one long row among threads
-    return weights.cumsum(dim=-1)[:, -1]
+        # torch splits one long row among threads
+        return torch.from_numpy(weights.numpy().sum(axis=-1, dtype=np.float64))
+    return weights.cumsum(dim=-1, dtype=torch.float64)[:, -1]
 
 
 def _largest(weights: Tensor, count: int) -> Tensor:
@@ -83,7 +93,7 @@ def _largest(weights: Tensor, count: int) -> Tensor:
     # numpy's partition takes a quarter of the time of topk on a CPU.
     start = weights.shape[-1] - count
     highest = np.partition(weights.numpy(), start, axis=-1)[:, start:]
-    return torch.from_numpy(np.ascontiguousarray(np.sort(highest, axis=-1)[:, ::-1]))
+    return torch.from_numpy(np.sort(highest, axis=-1)[:, ::-1].copy())
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ _SIGNATURES = {
     "tessera_float32_linear": (*(_POINTER,) * 3, *(_LONG,) * 3, _INT),
     "tessera_int8_pack": (*(_POINTER,) * 2, *(_LONG,) * 2, _INT),
     "tessera_int8_linear": (*(_POINTER,) * 4, ctypes.c_float, *(_LONG,) * 3, _INT),
+    "tessera_truncate": (_POINTER, _LONG, _POINTER, _LONG, *(_POINTER,) * 2, _INT),
 }
 _RESULTS = {"tessera_cpu_level": _INT, "tessera_panel_columns": _INT}
 # By what `tessera_cpu_level` says; the best first.
