@@ -166,6 +166,15 @@ def test_documents_of_other_steps_stay_and_prompts_stay_in_all(recipe_file, stud
     assert set(changed) == {False, True}
 
 
+def test_a_conversation_that_ends_before_an_answer_is_left_out_as_ever(recipe_file):
+    (recipe_file.parent / "open.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "Hello"}]}) + "\n"
+    )
+    folder = recipe_file.parent
+    sources = ", ".join(f"{{path: {folder}/{name}.jsonl, format: messages}}" for name in ("train", "open"))
+    assert inputs_of(recipe_file, f"data.train=[{sources}]").train.intake.num_unsupervised == 1
+
+
 def test_the_share_of_on_policy_steps_is_the_fraction():
     section = OnPolicySection(fraction=0.3)
     assert count_on_policy_steps(4000, section, 7) / 4000 == pytest.approx(0.3, abs=0.03)

@@ -193,6 +193,15 @@ def test_a_prompt_without_room_for_a_whole_answer_is_not_asked(answered, recipe_
     assert any("1 of 7 documents have a prompt that leaves a whole answer no room" in n for n in inputs.notes)
 
 
+def test_a_source_of_which_no_prompt_can_be_asked_leaves_the_others(answered, recipe_file):
+    (recipe_file.parent / "long.txt").write_text("word " * 60)
+    keys = "format: prompts, written_by: teacher, sampling: {max_tokens: 9}"
+    sources = (f"{{path: {recipe_file.parent}/{name}, {keys}}}" for name in ("long.txt", "prompts.jsonl"))
+    inputs = answered(f"data.train=[{', '.join(sources)}]")
+    assert len(inputs.train.documents) == len(PROMPTS)
+    assert inputs.unanswered == ()
+
+
 def test_faults_elsewhere_are_told_before_the_teacher_answers(answered, home):
     with pytest.raises(UsageError, match="but the teacher has 3 layers"):
         answered("student.num_hidden_layers=7")

@@ -17,11 +17,12 @@ TrainOn = Literal["completion", "all"]
 class Document:
     """One tokenised document: ids (int32) and whether each token is a target (bool), both `[num_tokens]`.
 
-    A prompt that nobody has answered yet is a document without a target.
+    `is_prompt` is one that nobody has answered yet: it ends where an answer begins, and has no target.
     """
 
     token_ids: np.ndarray
     supervised: np.ndarray
+    is_prompt: bool = False
 
     @property
     def num_supervised_tokens(self) -> int:
@@ -29,9 +30,11 @@ class Document:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens before the last answer; 0 for a document that is supervised from its start."""
-        if not self.supervised.any():
+        """Tokens before the last answer; 0 where a document has none, or is supervised from its start."""
+        if self.is_prompt:
             return len(self.token_ids)
+        if not self.supervised.any():
+            return 0
         starts = np.flatnonzero(self.supervised[1:] & ~self.supervised[:-1]) + 1
         # The mask of a document without a prompt begins at its second token.
         return int(starts[-1]) if starts[-1] > 1 else 0
@@ -67,4 +70,4 @@ def encode_document(
         raise type(error)(f"{where}: {error.message}", hint=error.hint) from error
     if token_ids.size and int(token_ids.max()) >= tokenizer.num_ids:
         raise DataError(f"{where}: the tokenizer made an id beyond its vocabulary")
-    return Document(token_ids, supervised)
+    return Document(token_ids, supervised, is_prompt=source.format == "prompts")

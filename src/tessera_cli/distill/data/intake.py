@@ -40,7 +40,7 @@ class Intake:
             self.num_too_long += 1
         elif self.row_tokens(document) > self.max_seq_len:
             self.num_without_room += 1
-        elif not document.supervised.any() and self.answer_tokens is None:
+        elif not document.supervised.any() and not (document.is_prompt and self.answer_tokens):
             self.num_unsupervised += 1
         else:
             self.num_without_prompt += document.num_prompt_tokens == 0

@@ -88,7 +88,7 @@ class PromptSet:
     @property
     def is_complete(self) -> bool:
         """Whether the teacher has answered all prompts."""
-        return (self.directory / ANSWERS_FILE).is_file()
+        return not self.prompts or (self.directory / ANSWERS_FILE).is_file()
 
     def seed(self, prompt: Prompt) -> int:
         """The seed of one answer: as in `tessera generate`, each prompt has its own."""

@@ -20,7 +20,7 @@ from tessera_cli.distill.inputs import RunInputs, Teacher, read_inputs
 from tessera_cli.distill.runs.run_directory import write_text, writing
 from tessera_cli.engine.engine import Engine
 from tessera_cli.engine.loading import load_engine
-from tessera_cli.errors import UsageError
+from tessera_cli.errors import RunError, UsageError
 from tessera_cli.models.tokenizer import Tokenizer
 from tessera_cli.recipe.schema import Recipe
 
@@ -97,6 +97,11 @@ def _complete(prompts: PromptSet, engine: Engine, tokenizer: Tokenizer, listener
 
 
 def _answer(drawn: AnswerTokens[int], tokenizer: Tokenizer) -> Answer:
+    if max(drawn.token_ids) >= tokenizer.num_ids:  # a padded row of the vocabulary, which nobody trained
+        raise RunError(
+            f"the teacher answered prompt {drawn.request.key} with an id that its tokenizer does not have",
+            hint="lower `top_p` or set `top_k`: such ids are never likely",
+        )
     return Answer(
         index=drawn.request.key,
         prompt=tokenizer.decode(drawn.request.prompt, skip_special_tokens=False),
