@@ -104,3 +104,22 @@ def test_asking_for_them_changes_no_token(tiny_model_dir: Path) -> None:
     )
     assert [f.token_ids for f in told.values()] == [f.token_ids for f in untold.values()]
     assert all(not f.logprobs and f.prompt_logprobs is None for f in untold.values())
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [5, 64])
+@pytest.mark.parametrize("start", [1, 2, 16, 17, 32, 33, 40])
+def test_from_a_position_on_they_are_those_of_the_whole_prompt(
+    tiny_model_dir: Path, start: int, max_num_batched_tokens: int
+) -> None:
+    decoder = tiny_decoder(tiny_model_dir)
+    engine = make_engine(decoder, max_num_batched_tokens=max_num_batched_tokens)
+    (prompt,) = random_prompts([33])
+    rows = plain_logprobs(decoder, prompt)
+    for request_id in ("computed", "found"):
+        params = replace(PARAMS, prompt_logprobs_start=start)
+        told = run_requests(engine, {request_id: (prompt, params)})[request_id].prompt_logprobs
+        assert told is not None
+        assert [position for position, entry in enumerate(told) if entry is not None] == [*range(start, 33)]
+        for position in range(start, 33):
+            check(told[position], prompt[position], rows[position - 1], 2)
+    assert engine.stats().prefix_cache_hits == min(start - 1, 32) // 4 * 4

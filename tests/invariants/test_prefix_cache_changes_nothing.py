@@ -157,6 +157,21 @@ def test_who_wants_prompt_logprobs_computes_every_token_and_leaves_it_to_others(
     assert run_prompts(scheduler, model, [[3] * 9]) == [8]
 
 
+def test_who_wants_logprobs_from_a_position_on_finds_what_does_not_predict_them() -> None:
+    scheduler, model = roomy(), FakeModel(4)
+    run_prompts(scheduler, model, [[3] * 17])
+    found = []
+    for start in range(18):
+        params = replace(PARAMS, prompt_logprobs=0, prompt_logprobs_start=start)
+        sequence = Sequence(f"from {start}", [3] * 17, params)
+        scheduler.add(sequence)
+        run_all(scheduler, model)
+        found.append(sequence.num_cached_tokens)
+        # The token before the first wanted one is computed: its row predicts it.
+        assert found[-1] <= max(0, start - 1)
+    assert found == [0] * 5 + [4] * 4 + [8] * 4 + [12] * 4 + [16]
+
+
 def test_nothing_of_a_sequence_that_failed_is_found() -> None:
     scheduler, model = roomy(max_num_batched_tokens=8), FakeModel(4)
     failing = add(scheduler, "bad", [3] * 14)

@@ -13,6 +13,8 @@ from tessera_cli.errors import GateError, UsageError
 from tessera_cli.settings import Settings, prepare_process
 
 if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
     from tessera_cli.distill.evaluation.measured import Measured
 
 PAIR = "Instead of RUN"
@@ -114,9 +116,9 @@ def evaluate(
     if tasks is None and (task_dir or task_limit):
         raise UsageError("--task-dir and --task-limit are about tasks", hint="name them with --tasks")
     if tasks is not None:
-        from tessera_cli.serving.lm_eval_tasks import check_tasks
+        from tessera_cli.serving.lm_eval_tasks import find_tasks
 
-        check_tasks(tasks.split(","), task_dir)
+        manager = find_tasks(tasks.split(","), task_dir)
     pair = {"teacher": teacher, "student": student, "data": data, "format": data_format}
     common = {"device": device, "home": settings.home, "offline": settings.offline}
     if run_dir is not None:
@@ -138,7 +140,7 @@ def evaluate(
         )
     document = measured.as_dict()
     if tasks is not None:
-        document["tasks"] = _run_tasks(measured, tasks.split(","), task_dir, task_limit, device)
+        document["tasks"] = _run_tasks(measured, tasks.split(","), manager, task_limit, device)
     _tell(document, output)
     bounds = {
         "max_kl": max_kl,
@@ -171,12 +173,11 @@ def _of_run(run_dir: Path, output: Output, **arguments: Any) -> "Measured":
 
 
 def _of_pair(pair: dict[str, Any], output: Output, *, train_on: str, **arguments: Any) -> "Measured":
-    from tessera_cli.recipe.data_section import DataFormat
     from tessera_cli.distill.evaluation.pair import evaluate_pair
-    from tessera_cli.recipe.data_section import DataSource
+    from tessera_cli.recipe.data_section import DataFormat, DataSource
 
     for name, value, known in (
-        ("format", pair["format"], get_args(DataFormat)),
+        ("format", pair["format"], [one for one in get_args(DataFormat) if one != "prompts"]),
         ("train-on", train_on, ("completion", "all")),
     ):
         if value not in known:
@@ -193,14 +194,13 @@ def _of_pair(pair: dict[str, Any], output: Output, *, train_on: str, **arguments
 
 
 def _run_tasks(
-    measured: "Measured", tasks: list[str], task_dir: Path | None, limit: int | None, device: str
+    measured: "Measured", tasks: list[str], manager: "TaskManager", limit: int | None, device: str
 ) -> dict[str, dict[str, dict[str, float]]]:
     from tessera_cli.serving.lm_eval_tasks import run_tasks
 
     paths = {"teacher": measured.teacher_path, "student": measured.student_path}
     results = {
-        model: run_tasks(path, tasks, task_dir=task_dir, limit=limit, device=device)
-        for model, path in paths.items()
+        model: run_tasks(path, tasks, manager, limit=limit, device=device) for model, path in paths.items()
     }
     return {
         task: {metric: {model: results[model][task][metric] for model in results} for metric in metrics}

@@ -120,12 +120,12 @@ class ModelRunner:
             if num_top is None or sequence.num_output_tokens:
                 continue
             # Each row predicts the position after its own; what follows the prompt's last token is output.
-            start = item.start + 1
-            end = min(start + item.num_scheduled_tokens, sequence.num_prompt_tokens)
+            start = max(item.start + 1, sequence.params.prompt_logprobs_start)
+            end = min(item.start + 1 + item.num_scheduled_tokens, sequence.num_prompt_tokens)
             rows: list[TokenLogprobs | None] = []
             for begin in range(start, end, MAX_LOGITS_ROWS):
                 token_ids = sequence.token_ids[begin : min(begin + MAX_LOGITS_ROWS, end)]
-                offset = first + begin - start
+                offset = first + begin - item.start - 1
                 logits = self._model.logits(hidden[offset : offset + len(token_ids)])
                 scored = token_logprobs(logits, [[token] for token in token_ids], [num_top] * len(token_ids))
                 rows += [row[0] if row is not None else None for row in scored]

@@ -78,9 +78,15 @@ class PrefixCache:
         return block in self._by_block
 
     def find(self, sequence: Sequence) -> list[PublishedBlock]:
-        """The published leading blocks of `sequence`, at most as many as leave one token to compute."""
+        """The published leading blocks of `sequence`, at most as many as leave one token to compute.
+
+        Where log-probabilities of the prompt are asked for, those tokens are left that predict them.
+        """
         found: list[PublishedBlock] = []
-        num_blocks = (len(sequence.token_ids) - 1) // self._block_size
+        num_tokens, params = len(sequence.token_ids) - 1, sequence.params
+        if params.prompt_logprobs is not None:
+            num_tokens = min(num_tokens, max(0, params.prompt_logprobs_start - 1))
+        num_blocks = num_tokens // self._block_size
         digests = self._digests(sequence, num_blocks)
         parent: PublishedBlock | None = None
         start, token_ids, cache_salt = 0, sequence.token_ids, sequence.cache_salt

@@ -137,8 +137,10 @@ class StepPlanner:
         return True
 
     def _reads_cache(self, sequence: Sequence) -> bool:
-        """Who wants the prompt's log-probabilities needs every position computed."""
-        return self._config.enable_prefix_caching and sequence.params.prompt_logprobs is None
+        """Who wants the log-probabilities of the whole prompt needs every position computed."""
+        params = sequence.params
+        wants_all = params.prompt_logprobs is not None and params.prompt_logprobs_start <= 1
+        return self._config.enable_prefix_caching and not wants_all
 
     def _start(self, sequence: Sequence, found: list[PublishedBlock]) -> None:
         """Run the head of the waiting from behind the blocks that the prefix cache has found."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tessera_cli.errors import ModelError
 
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "README.md"]
 
 
 Notify = Callable[[str], None]
@@ -42,6 +42,18 @@ def resolve_model(name: str, *, home: Path, offline: bool, notify: Notify | None
             hint="name a directory, a .gguf file, or a hub id like `org/model`",
         )
     return _from_hub(name, offline=offline)
+
+
+def local_gguf(name: str) -> Path | None:
+    """The GGUF file that the model `name` is read from, None for a directory or a hub id.
+
+    Raises:
+        ModelError: a package that is not installed, or holds no such file.
+    """
+    if name.startswith("package:"):
+        return _in_package(name)
+    path = Path(name).expanduser()
+    return path if path.suffix == ".gguf" and path.is_file() else None
 
 
 def _in_package(name: str) -> Path:

@@ -147,6 +147,8 @@ def test_a_run_leaves_its_recipe_metrics_status_and_report(finished, recipe_file
     report = result.report.read_text(encoding="utf-8")
     assert f"| KL to the teacher | {result.start.kl:.4f} | {result.end.kl:.4f} | 0 |" in report
     assert report.count("| teacher | student |") == 3
+    assert f"<td>{result.end.kl:.4f}</td>" in (run_dir / "report.html").read_text(encoding="utf-8")
+    assert f"| {result.end.kl:.4f} |" in (result.export / "README.md").read_text(encoding="utf-8")
     assert (run_dir / "curve.png").read_bytes().startswith(b"\x89PNG")
     hidden = [path for path in run_dir.rglob("*") if path.name.startswith(".") or path.suffix == ".tmp"]
     assert hidden == []

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from tessera_cli.distill.data.corpus import Document
-from tessera_cli.distill.evaluation.report import Report, draw_curve, render_report
+from tessera_cli.distill.evaluation.curves import draw_curve
+from tessera_cli.distill.evaluation.provenance import Provenance
+from tessera_cli.distill.evaluation.report import Report, render_report
 from tessera_cli.distill.evaluation.samples import Comparison, Sample, compare, held_out_prompts
 from tessera_cli.distill.events import Evaluated, TrainStep
 from tessera_cli.distill.students.student import build_student
@@ -67,8 +69,10 @@ def report(tiny_model_dir: Path) -> Report:
         layers=(0, 2),
         train_steps=[train_step(step, 1 / step) for step in (1, 2, 3)],
         evaluations=[evaluated(0, 1.5), evaluated(3, 0.25)],
+        end=evaluated(3, 0.25),
         comparison=Comparison((Sample("a | <b>", "x\ny", "`*_"),), 16, 100.0, 250.0),
         notes=["data.train: 1 of 9 documents are left out"],
+        provenance=Provenance("today", 9.0, 5.0, 0, "a machine", {}, {}, ""),
     )
 
 
@@ -77,6 +81,7 @@ def test_the_report_has_the_figures_before_and_after(report):
     assert "| KL to the teacher | 1.5000 | 0.2500 | 0 |" in text
     assert "| perplexity | 12.18 | 12.18 | 9.00 |" in text
     assert "| top-1 agreement | 62.5% | 62.5% | 100% |" in text
+    assert "| top-5 agreement | 87.5% | 87.5% | 100% |" in text
     assert "| output tokens/s | 100 | 250 (2.50×) |" in text
     assert "0.5 × jsd at T=2 + 0.25 × cross-entropy" in text
     assert "layers 0, 2 of `org/teacher`" in text
@@ -168,3 +173,14 @@ def test_answers_are_each_models_own_greedy_continuation(tiny_model_dir):
     assert comparison.teacher_tokens_per_second > 0
     shallow = compare(teacher, build_student(teacher, [0]), tokenizer, documents, num_samples=2)
     assert [s.student for s in shallow.samples] != [s.student for s in comparison.samples]
+
+
+def test_the_figures_are_those_of_the_exported_weights_and_the_step_is_told(report):
+    best = evaluated(2, 0.125)
+    chosen = Report(
+        **vars(report) | {"evaluations": [evaluated(0, 1.5), best, evaluated(3, 0.25)], "end": best}
+    )
+    text = render_report(chosen)
+    assert "| KL to the teacher | 1.5000 | 0.1250 | 0 |" in text
+    assert "Its weights are those of step 2" in text
+    assert "Its weights" not in render_report(report)

@@ -57,6 +57,8 @@ REFUSED: list[dict[str, Any]] = [
     {"logprobs": -1},
     {"logprobs": True},
     {"prompt_logprobs": 21},
+    {"prompt_logprobs_start": -1, "prompt_logprobs": 0},
+    {"prompt_logprobs_start": 3},
     {"structured_output": {"regex": "a"}},
     {"structured_output": StructuredOutput(regex="a"), "ignore_eos": True},
     {"structured_output": StructuredOutput(regex="a"), "min_tokens": 1},

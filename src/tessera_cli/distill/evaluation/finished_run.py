@@ -35,7 +35,7 @@ def evaluate_run(
     device = select_device(device)
     listener(StageStarted("evaluate"))
     source = find_teacher(recipe, home=home, offline=offline, notify=lambda text: listener(Note(text)))
-    held_out = read_split(recipe, recipe.data.eval, source.tokenizer)
+    held_out = read_split(recipe, recipe.data.eval, source, home=home)
     shape = find_student(recipe, source, home=home, offline=offline)
     now = {**shape.fingerprints(), "teacher": source.fingerprint(), "data.eval": held_out.fingerprint()}
     _check_unchanged(status, now)

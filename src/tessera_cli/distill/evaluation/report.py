@@ -1,17 +1,22 @@
-"""What a run leaves to read: report.md and curve.png."""
+"""What a run leaves to read: report.md with its curve.png; the words and rows that every report shares."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from matplotlib.figure import Figure
-
+from tessera_cli.distill.evaluation.provenance import Provenance
 from tessera_cli.distill.evaluation.samples import Comparison, Sample
 from tessera_cli.distill.events import Evaluated, TrainStep
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.recipe.schema import Recipe
 
 PROMPT_CHARACTERS = 600
+FIGURES_EXPLAINED = (
+    "Measured on held-out documents at temperature 1; KL is KL(teacher ‖ student) in nats a token. Agreement "
+    "is the share of tokens where the teacher's likeliest token is the student's (top-1) or among its five "
+    "likeliest (top-5). Acceptance is Σ min(p, q), the share of the student's draft tokens that speculative "
+    "decoding would accept."
+)
 
 
 def _entity(character: str) -> str:
@@ -26,7 +31,7 @@ _ESCAPES |= dict.fromkeys((*range(9), *range(14, 28), 31, 127), "\ufffd")
 
 @dataclass(frozen=True)
 class Report:
-    """All that the report tells."""
+    """All that a report tells; `end` has the figures of the exported weights."""
 
     recipe: Recipe
     teacher: ModelConfig
@@ -34,32 +39,31 @@ class Report:
     layers: Sequence[int]
     train_steps: Sequence[TrainStep]
     evaluations: Sequence[Evaluated]
+    end: Evaluated
     comparison: Comparison
     notes: Sequence[str]
+    provenance: Provenance
 
     @property
     def start(self) -> Evaluated:
         return self.evaluations[0]
-
-    @property
-    def end(self) -> Evaluated:
-        return self.evaluations[-1]
 
 
 def render_report(report: Report) -> str:
     """The report as Markdown; it shows `curve.png` beside it."""
     sections = [
         f"# {report.recipe.name}",
-        _summary(report),
+        summary(report, code="`"),
         *(f"- {note}" for note in report.notes),
         "## Figures",
-        _figures(report),
-        "Measured on held-out documents at temperature 1; KL is KL(teacher ‖ student) in nats a token. "
-        "Acceptance is Σ min(p, q), the share of the student's draft tokens that speculative decoding would "
-        "accept.",
+        markdown_table(figure_header(report), figure_rows(report)),
+        FIGURES_EXPLAINED,
         "## Size and speed",
-        _sizes(report),
-        *_speed_note(report.comparison),
+        markdown_table(("", "teacher", "student"), size_rows(report)),
+        speed_note(report.comparison),
+        "## Training",
+        markdown_table(("the median step", "ms", "of it"), training_rows(report)),
+        training_note(report),
         "## Curve",
         "![loss and held-out KL over tokens](curve.png)",
     ]
@@ -68,62 +72,47 @@ def render_report(report: Report) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def draw_curve(train_steps: Sequence[TrainStep], evaluations: Sequence[Evaluated]) -> bytes:
-    """The training loss and the held-out KL over the tokens trained on, as a PNG."""
-    tokens_at = {0: 0} | {step.step: step.tokens for step in train_steps}
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    axes.plot(
-        [step.tokens for step in train_steps],
-        [step.loss for step in train_steps],
-        color="#9db4cf",
-        linewidth=1,
-        label="training loss",
-    )
-    axes.plot(
-        [tokens_at[evaluation.step] for evaluation in evaluations],
-        [evaluation.kl for evaluation in evaluations],
-        color="#b3382c",
-        marker="o",
-        label="held-out KL(teacher ‖ student)",
-    )
-    axes.set_xlabel("tokens through the student")
-    axes.set_ylabel("nats per supervised token")
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    png = io.BytesIO()
-    figure.savefig(png, format="png")
-    return png.getvalue()
-
-
-def _summary(report: Report) -> str:
+def summary(report: Report, *, code: str) -> str:
+    """What was trained from what, and for how long; names stand between two `code` marks."""
     recipe, last = report.recipe, report.train_steps[-1]
+    step = report.end.step
+    best = "" if step == last.step else f" Its weights are those of step {step:,}, the best of them."
+    return (
+        f"A student of {report.student.num_hidden_layers} layers, {_start(report, code)} "
+        f"{code}{recipe.teacher.model}{code} ({report.teacher.num_hidden_layers} layers), trained by "
+        f"{loss_in_words(recipe)} for {last.step:,} steps: {last.tokens:,} tokens, "
+        f"{last.supervised_tokens:,} of them supervised.{best}"
+    )
+
+
+def loss_in_words(recipe: Recipe) -> str:
+    """The terms of the recipe's loss with their weights."""
     loss = recipe.loss
     terms = [f"{loss.kd_weight:g} × {loss.kind} at T={loss.temperature:g}"] if loss.kd_weight else []
     terms += [f"{loss.ce_weight:g} × cross-entropy"] if loss.ce_weight else []
-    return (
-        f"A student of {report.student.num_hidden_layers} layers, {_start(report)} `{recipe.teacher.model}` "
-        f"({report.teacher.num_hidden_layers} layers), trained by {' + '.join(terms)} for {last.step:,} "
-        f"steps: {last.tokens:,} tokens, {last.supervised_tokens:,} of them supervised."
-    )
+    return " + ".join(terms)
 
 
-def _start(report: Report) -> str:
+def _start(report: Report, code: str) -> str:
     """Where the student's first weights came from, up to the teacher's name."""
     layers = ", ".join(map(str, report.layers))
     return {
         "teacher_layers": f"started from the layers {layers} of",
         "width": f"cut to {report.student.hidden_size} channels from the layers {layers} of",
         "config": "started from random weights under the teacher",
-        "checkpoint": f"started from `{report.recipe.student.model}` under the teacher",
+        "checkpoint": f"started from {code}{report.recipe.student.model}{code} under the teacher",
     }[report.recipe.student.init]
 
 
-def _figures(report: Report) -> str:
+def figure_header(report: Report) -> tuple[str, ...]:
+    """The columns of `figure_rows`."""
+    return (f"{report.end.num_tokens:,} held-out tokens", "student before", "student after", "teacher")
+
+
+def figure_rows(report: Report) -> list[tuple[str, ...]]:
+    """Every figure before and after training, beside the teacher's own."""
     start, end = report.start, report.end
-    rows = [
+    return [
         ("KL to the teacher", f"{start.kl:.4f}", f"{end.kl:.4f}", "0"),
         ("cross-entropy", f"{start.cross_entropy:.4f}", f"{end.cross_entropy:.4f}", ""),
         (
@@ -133,12 +122,13 @@ def _figures(report: Report) -> str:
             f"{end.teacher_perplexity:,.2f}",
         ),
         ("top-1 agreement", f"{start.top1_agreement:.1%}", f"{end.top1_agreement:.1%}", "100%"),
+        ("top-5 agreement", f"{start.top5_agreement:.1%}", f"{end.top5_agreement:.1%}", "100%"),
         ("acceptance", f"{start.acceptance:.1%}", f"{end.acceptance:.1%}", "100%"),
     ]
-    return _table((f"{end.num_tokens:,} held-out tokens", "student before", "student after", "teacher"), rows)
 
 
-def _sizes(report: Report) -> str:
+def size_rows(report: Report) -> list[tuple[str, ...]]:
+    """Size and speed of teacher and student."""
     teacher, student, speed = report.teacher, report.student, report.comparison
     rows = [
         ("parameters", f"{teacher.num_parameters / 1e6:,.1f} M", f"{student.num_parameters / 1e6:,.1f} M"),
@@ -148,24 +138,55 @@ def _sizes(report: Report) -> str:
         of_teacher, of_student = speed.teacher_tokens_per_second, speed.student_tokens_per_second
         ratio = of_student / of_teacher
         rows.append(("output tokens/s", f"{of_teacher:,.0f}", f"{of_student:,.0f} ({ratio:.2f}×)"))
-    return _table(("", "teacher", "student"), rows)
+    return rows
 
 
-def _speed_note(comparison: Comparison) -> list[str]:
+def speed_note(comparison: Comparison) -> str:
+    """How the speeds were measured, or why there are none."""
     if not comparison.num_speed_prompts:
-        return ["No held-out prompt leaves room for an answer, so there are neither speed nor answers."]
-    return [
+        return "No held-out prompt leaves room for an answer, so there are neither speed nor answers."
+    return (
         f"Speed is output tokens a second of {comparison.num_speed_prompts} held-out prompts at once, "
         "both models in this run, on this machine, through the same engine."
+    )
+
+
+def training_rows(report: Report) -> list[tuple[str, ...]]:
+    """Where the time of the median step went."""
+
+    def median_ms(part: str) -> float:
+        return 1000 * median(getattr(step, f"{part}_seconds") for step in report.train_steps)
+
+    whole = median_ms("step")
+    parts = {"teacher": "teacher", "student, both ways": "student", "loss": "loss"}
+    times = {name: median_ms(part) for name, part in parts.items()}
+    rows: list[tuple[str, ...]] = [
+        (name, f"{time:,.0f}", f"{time / whole:.0%}") for name, time in times.items()
     ]
+    return [*rows, ("all, with AdamW", f"{whole:,.0f}", "")]
+
+
+def training_note(report: Report) -> str:
+    """How fast training was, and what it needed."""
+    steps = report.train_steps
+    used = [step.model_flops_utilisation for step in steps if step.model_flops_utilisation is not None]
+    share = f"{median(used):.0%} of the machine's rate at matrix products, " if used else ""
+    return (
+        f"{median(step.tokens_per_second for step in steps):,.0f} tokens a second, "
+        f"{median(step.supervised_tokens_per_second for step in steps):,.0f} of them supervised; {share}"
+        f"{max(step.peak_memory_bytes for step in steps) / 2**30:.2f} GiB at most; "
+        f"{median(step.padding_share for step in steps):.1%} of attention was padding."
+    )
+
+
+def end_of(prompt: str) -> str:
+    """The end of a prompt, which is its question; a cut is shown."""
+    return prompt if len(prompt) <= PROMPT_CHARACTERS else "… " + prompt[-PROMPT_CHARACTERS:]
 
 
 def _sample(sample: Sample) -> str:
-    prompt = sample.prompt
-    # The end of a prompt is its question; the cut is shown.
-    shown = prompt if len(prompt) <= PROMPT_CHARACTERS else "… " + prompt[-PROMPT_CHARACTERS:]
     answers = [(_plain(sample.teacher), _plain(sample.student))]
-    return f"> {_plain(shown)}\n\n{_table(('teacher', 'student'), answers)}"
+    return f"> {_plain(end_of(sample.prompt))}\n\n{markdown_table(('teacher', 'student'), answers)}"
 
 
 def _plain(text: str) -> str:
@@ -175,6 +196,7 @@ def _plain(text: str) -> str:
     return _entity(line[0]) + line[1:] if line[0] in "-+=0123456789 " else line
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose cells are markup already."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
