@@ -16,7 +16,13 @@ from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.hf_families import FAMILIES
 from tessera_cli.models.linear_layers import tie_int8_head, use_int8_layers
 from tessera_cli.models.quantization import QUANTIZATIONS, Quantization
-from tessera_cli.models.weight_files import StoredTensor, num_stored_bytes, read_tensors
+from tessera_cli.models.weight_files import (
+    INT8_WEIGHTS,
+    WEIGHTS,
+    StoredTensor,
+    num_stored_bytes,
+    read_tensors,
+)
 
 
 def select_dtype(name: str, stored: str, device: str) -> torch.dtype:
@@ -170,8 +176,8 @@ def _check_tied(head: StoredTensor, targets: dict[str, Tensor], *, is_quantised:
 def save_decoder(decoder: Decoder, path: Path, *, dtype: torch.dtype) -> None:
     """Write `path/config.json` and `path/model.safetensors` as `transformers` names and shapes them.
 
-    `dtype` is of parameters; int8 values and their scales, which transformers does not read, stay as they
-    are. `path` must exist; the caller makes it whole by renaming it.
+    `dtype` is of parameters; int8 values and their scales stay as they are, in a file that transformers does
+    not read. `path` must exist; the caller makes it whole by renaming it.
     """
     stored = next(name for name, value in DTYPES.items() if value == dtype)
     config = decoder.config.to_hf() | {"dtype": stored}
@@ -180,6 +186,7 @@ def save_decoder(decoder: Decoder, path: Path, *, dtype: torch.dtype) -> None:
     for name, tensor in checkpoint_tensors(decoder):
         kept = tensor.dtype if is_of_int8(name, tensor) else dtype
         tensors[name] = tensor.detach().to("cpu", kept).contiguous()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    file = path / (WEIGHTS if decoder.config.quantization == "none" else INT8_WEIGHTS)
+    save_file(tensors, file, metadata={"format": "pt"})
     # safetensors writes for its owner only; a model is as readable as the files beside it.
-    (path / "model.safetensors").chmod((path / "config.json").stat().st_mode & 0o777)
+    file.chmod((path / "config.json").stat().st_mode & 0o777)

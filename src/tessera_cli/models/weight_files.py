@@ -12,6 +12,9 @@ from torch import Tensor
 
 from tessera_cli.errors import ModelError
 
+WEIGHTS = "model.safetensors"
+# Not the name that transformers looks for: it would read int8 values without their scales, as a float model.
+INT8_WEIGHTS = "model.int8.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 
@@ -78,8 +81,8 @@ def _weight_files(path: Path) -> Iterator[tuple[Path, list[str] | None]]:
             raise ModelError(f"{index} cannot be read: {error}") from error
         for holder, file in files.items():
             yield file, sorted(name for name, named in weight_map.items() if named == holder)
-    elif (path / "model.safetensors").exists():
-        yield path / "model.safetensors", None
+    elif whole := [file for file in (path / WEIGHTS, path / INT8_WEIGHTS) if file.exists()]:
+        yield whole[0], None
     else:
         raise ModelError(
             f"{path} has no model.safetensors",

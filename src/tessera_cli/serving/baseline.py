@@ -36,6 +36,9 @@ class TransformersBaseline:
     Args:
         path: the model's directory.
         dtype: the engine's dtype by torch's name, so that both compute the same.
+
+    Raises:
+        UsageError: transformers cannot load it.
     """
 
     def __init__(self, path: Path, *, dtype: str, device: str) -> None:
@@ -43,7 +46,14 @@ class TransformersBaseline:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, local_files_only=True)
+        try:
+            self.model: Any = AutoModelForCausalLM.from_pretrained(
+                str(path), dtype=dtype, local_files_only=True
+            )
+        except OSError as error:  # such as int8 weights, which it does not know
+            raise UsageError(
+                f"transformers cannot load {path}: {str(error).splitlines()[0]}", hint="leave --baseline out"
+            ) from error
         self.model.to(device).eval()
         # The model's own generation settings would bring its end tokens and sampling back.
         self.model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)

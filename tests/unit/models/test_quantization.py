@@ -26,6 +26,8 @@ from tessera_cli.models.loader import (
     load_model,
     select_quantization,
 )
+from tessera_cli.models.weight_files import INT8_WEIGHTS
+from tessera_cli.serving.baseline import TransformersBaseline
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -127,10 +129,19 @@ def test_the_directory_says_what_it_is_and_has_the_tokenizer(tiny_model_dir: Pat
         assert (int8_dir / name).read_bytes() == (tiny_model_dir / name).read_bytes()
 
 
+def test_transformers_refuses_the_directory_instead_of_reading_values_without_scales(int8_dir: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(int8_dir)
+    with pytest.raises(UsageError, match="transformers cannot load"):
+        TransformersBaseline(int8_dir, dtype="float32", device="cpu")
+
+
 def test_sizes_are_those_of_the_weight_files(tiny_model_dir: Path, tmp_path: Path) -> None:
     written = write_int8_checkpoint(tiny_model_dir, tmp_path / "int8", overwrite=False)
     assert written.source_bytes == (tiny_model_dir / "model.safetensors").stat().st_size
-    assert written.int8_bytes == (written.path / "model.safetensors").stat().st_size
+    assert written.int8_bytes == (written.path / INT8_WEIGHTS).stat().st_size
     assert written.int8_bytes < 0.4 * written.source_bytes
 
 
@@ -177,16 +188,17 @@ def test_what_other_tools_quantised_is_refused_by_name(
 
 def change(path: Path, **tensors: Tensor | None) -> None:
     """Replace tensors of a directory by name, or remove them; a dot is written as two underscores."""
-    stored = load_file(path / "model.safetensors")
+    (file,) = path.glob("*.safetensors")
+    stored = load_file(file)
     for name, tensor in ((name.replace("__", "."), tensor) for name, tensor in tensors.items()):
         stored.pop(name, None)
         if tensor is not None:
             stored[name] = tensor
-    save_file(stored, path / "model.safetensors")
+    save_file(stored, file)
 
 
 def test_a_directory_that_is_not_what_it_says_is_refused(int8_dir: Path, tiny_model_dir: Path) -> None:
-    stored = load_file(int8_dir / "model.safetensors")
+    stored = load_file(int8_dir / INT8_WEIGHTS)
     values, scales = stored[EMBEDDING], stored[f"{EMBEDDING}_scale"]
     change(int8_dir, model__embed_tokens__weight=values.float())
     with pytest.raises(ModelError, match=r"embed_tokens\.weight is stored as float32"):
@@ -201,7 +213,7 @@ def test_a_directory_that_is_not_what_it_says_is_refused(int8_dir: Path, tiny_mo
     with pytest.raises(ModelError, match=r"lacks 1 of \d+ tensors, model\.embed_tokens\.weight_scale"):
         int8_decoder(int8_dir)
     whole = (tiny_model_dir / "model.safetensors").read_bytes()
-    (int8_dir / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    (int8_dir / INT8_WEIGHTS).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ModelError, match="is damaged"):
         int8_decoder(int8_dir)
 
