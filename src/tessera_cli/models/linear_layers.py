@@ -159,5 +159,6 @@ def _weight(module: nn.Linear | nn.Embedding | QuantisedLinear | QuantisedEmbedd
 
 
 def _empty_like(weight: Tensor) -> Int8Weight:
-    values = torch.empty_like(weight, dtype=torch.int8, requires_grad=False)
+    # `empty_like` of a meta tensor has torch load its symbolic shapes.
+    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     return Int8Weight(values, torch.empty(len(weight), dtype=torch.float32, device=weight.device))

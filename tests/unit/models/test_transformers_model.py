@@ -151,7 +151,8 @@ def test_only_native_models_can_be_trained(tmp_path: Path) -> None:
 def test_a_native_model_loads_without_transformers_and_torchs_compiler(tiny_model_dir: Path) -> None:
     program = (
         "import sys, torch; from pathlib import Path; from tessera_cli.models.loader import load_model;"
-        f"load_model(Path({str(tiny_model_dir)!r}), torch.float32);"
-        "assert not {'transformers', 'torch._dynamo'} & set(sys.modules)"
+        f"path = Path({str(tiny_model_dir)!r}); load_model(path, torch.float32);"
+        "load_model(path, torch.float32, quantization='int8');"
+        "assert not {'transformers', 'torch._dynamo', 'sympy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
