@@ -149,20 +149,20 @@ def _run_stages(
         _restore(run, trainer, listener)
     with processes.tracking(run.path.name, flat_config(recipe), from_step=trainer.step + 1):
         end = train(run, inputs, trainer, student, models.evaluator, processes, record)
-    num_steps, num_tokens = trainer.step, trainer.tokens
+        num_steps, num_tokens = trainer.step, trainer.tokens
 
-    if end.step != trainer.step:
-        trainer.load_state_dict(_load(run, checkpoint_path(run.checkpoints, end.step)))
-    listener(StageStarted("export"))
-    with trainer.measured_weights():
-        exported = processes.whole_decoder(student)
+        if end.step != trainer.step:
+            trainer.load_state_dict(_load(run, checkpoint_path(run.checkpoints, end.step)))
+        listener(StageStarted("export"))
+        with trainer.measured_weights():
+            exported = processes.whole_decoder(student)
+            if processes.is_main:
+                _export_student(run, exported, inputs)
         if processes.is_main:
-            _export_student(run, exported, inputs)
-    if processes.is_main:
-        listener(StageStarted("report"))
-        write_report(run, inputs, models.load_teacher(), device, end=end)
-        run.update(status="finished")
-    processes.wait()
+            listener(StageStarted("report"))
+            write_report(run, inputs, models.load_teacher(), device, end=end)
+            run.update(status="finished")
+        processes.wait()
     return RunResult(
         run_dir=run.path,
         export=run.export,
@@ -188,7 +188,7 @@ def _load(run: RunDirectory, checkpoint: Path) -> TrainerState:
 
 
 def _export_student(run: RunDirectory, student: Decoder, inputs: RunInputs) -> None:
-    """Write the student as a model directory with its tokenizer, and its adapters beside it, if it has any."""
+    """Write the student as a model directory with its tokenizer, and beside it what adapters it has."""
     recipe, stored = inputs.recipe, inputs.teacher.config.dtype
     name = stored if recipe.export.dtype == "auto" else recipe.export.dtype
     if recipe.train.lora is not None:

@@ -59,7 +59,7 @@ class Evaluator:
         self._chunk_tokens = chunk_tokens
         self._teacher_hidden = teacher_hidden
 
-    @torch.inference_mode()
+    @torch.no_grad()  # a sharded student cannot be trained on tensors of inference mode
     def evaluate(self, student: Decoder, *, step: int) -> Evaluated:
         """Figures of `student`, at temperature 1, as means over all targets, summed in float64."""
         if self._teacher_hidden is None:

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, broadcast_object_list
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tessera_cli.distill.data.corpus import TrainBatch
@@ -177,6 +177,11 @@ class Processes:
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Send `values` to the trackers."""
         self._accelerator.log(dict(values), step=step)
+
+    def reshard(self, student: Decoder) -> None:
+        """Drop what a forward pass alone has gathered: it would outlive a change of the weights."""
+        if isinstance(student, FSDPModule):
+            student.reshard()
 
     @torch.no_grad()
     def whole_decoder(self, student: Decoder) -> Decoder:

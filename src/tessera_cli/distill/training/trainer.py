@@ -161,10 +161,13 @@ class Trainer:
         self._optimizer.load(state)
         self.step, self.tokens, self.supervised_tokens = state.step, state.tokens, state.supervised_tokens
 
-    def measured_weights(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def measured_weights(self) -> Iterator[None]:
         """In here the student's weights are those to measure and export: the average, where there is one."""
         average = self._optimizer.average
-        return nullcontext() if average is None else average.in_place()
+        with nullcontext() if average is None else average.in_place():
+            yield
+            self._processes.reshard(self._student)
 
     def _optimise(self, batches: "Sequence[TrainBatch]") -> TrainStep | None:
         self._meter.start()
