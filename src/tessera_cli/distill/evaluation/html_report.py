@@ -16,6 +16,8 @@ from tessera_cli.distill.evaluation.report import (
     size_rows,
     speed_note,
     summary,
+    training_note,
+    training_rows,
 )
 from tessera_cli.distill.evaluation.samples import Sample
 
@@ -42,6 +44,8 @@ def render_html(report: Report) -> str:
         explained=FIGURES_EXPLAINED,
         size_rows=size_rows(report),
         speed_note=speed_note(report.comparison),
+        training_rows=training_rows(report),
+        training_note=training_note(report),
         # The one thing that is markup already: it was drawn here, from numbers.
         curves={title: Markup(svg) for title, svg in curves.items()},
         samples=[_shown(sample) for sample in report.comparison.samples],
