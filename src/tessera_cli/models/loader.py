@@ -105,7 +105,8 @@ def load_decoder(path: Path, *, dtype: torch.dtype, device: torch.device | str =
     """
     config = ModelConfig.unquantised(path)
     _check_size(config, path)
-    decoder = Decoder(config, dtype=dtype, device="meta").to_empty(device=device)
+    decoder = Decoder(config, dtype=dtype, device="meta")
+    _allocate(decoder, device)
     _fill(decoder, path, is_quantised=False)
     return decoder.eval()
 
@@ -123,10 +124,23 @@ def load_int8_decoder(path: Path, *, dtype: torch.dtype, device: torch.device | 
     _check_size(config, path)
     decoder = Decoder(replace(config, quantization="int8"), dtype=dtype, device="meta")
     use_int8_layers(decoder)
-    decoder.to_empty(device=device)
+    _allocate(decoder, device)
     _fill(decoder, path, is_quantised=config.quantization == "int8")
     tie_int8_head(decoder)
     return decoder.eval().requires_grad_(False)
+
+
+def _allocate(decoder: Decoder, device: torch.device | str) -> None:
+    """Give tensors of the meta device memory on `device`.
+
+    `to_empty` does it too, by way of `empty_like`, for which torch loads its compiler's shapes and sympy.
+    """
+    for module in decoder.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            setattr(module, name, torch.nn.Parameter(empty))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
 
 
 def _fill(decoder: Decoder, path: Path, *, is_quantised: bool) -> None:
