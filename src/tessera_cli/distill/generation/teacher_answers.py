@@ -70,6 +70,8 @@ def write_answers(
     engine = load_engine(teacher.path, dtype=dtype, device=device, max_model_len=longest)
     for prompts in prompt_sets:
         with _claimed(prompts.directory):
+            if prompts.is_complete:  # another split asked the same, or another process was quicker
+                continue
             _complete(prompts, engine, teacher.tokenizer, listener)
 
 
