@@ -130,7 +130,7 @@ def figure_rows(report: Report) -> list[tuple[str, ...]]:
 def size_rows(report: Report) -> list[tuple[str, ...]]:
     """Size and speed of teacher and student."""
     teacher, student, speed = report.teacher, report.student, report.comparison
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("parameters", f"{teacher.num_parameters / 1e6:,.1f} M", f"{student.num_parameters / 1e6:,.1f} M"),
         ("layers", str(teacher.num_hidden_layers), str(student.num_hidden_layers)),
     ]
