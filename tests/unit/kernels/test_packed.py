@@ -107,7 +107,7 @@ def test_a_document_has_no_gradient_in_another_one() -> None:
 def test_padding_at_most_doubles_the_tokens() -> None:
     lengths = [1000, *range(1, 40), *[64] * 9]
     cu_seqlens = [sum(lengths[:count]) for count in range(len(lengths) + 1)]
-    assert PackedAttention(cu_seqlens, [_layer()])._num_slots < 2 * cu_seqlens[-1]
+    assert PackedAttention(cu_seqlens, [_layer()]).num_slots < 2 * cu_seqlens[-1]
 
 
 @pytest.mark.parametrize("cu_seqlens", [[], [0], [1, 4], [0, 4, 4], [0, 5, 3]])
