@@ -154,8 +154,8 @@ def tell(outcomes: Sequence[Outcome], options: argparse.Namespace, name: str, te
 
 The same student, {depth // 2} of the {depth} layers of `{name}`,
 on the same {outcomes[0].tokens[-1]:,} tokens in the same order, in three ways: KD learns the teacher's
-distribution, CE the documents alone. Measured on {last.num_tokens:,} held-out tokens that the teacher wrote; its
-own perplexity there is {last.teacher_perplexity:.2f}.
+distribution, CE the documents alone. Measured on {last.num_tokens:,} held-out tokens that the teacher wrote;
+its own perplexity there is {last.teacher_perplexity:.2f}.
 
 {table}
 
