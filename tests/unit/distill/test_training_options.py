@@ -68,6 +68,8 @@ def test_the_average_keeps_its_share_of_every_step() -> None:
     assert_same_bits(trainer.state_dict().measured, measured)
 
 
+# torch's compiler imports what torch deprecates.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     "keys",
     [
