@@ -64,7 +64,7 @@ class TesseraLM(TemplateLM):
         # 1 is what the harness passes where nobody said anything.
         if batch_size not in (None, 1, "1", "auto") or max_batch_size is not None:
             logger.warning("batch_size has no effect: the engine batches by itself, up to max_num_seqs")
-        self._llm = LLM(pretrained, **engine_options)  # type: ignore[typeddict-item]
+        self._llm = LLM(pretrained, **engine_options)
         self._seed = seed
         self._config = self._llm.engine.config
         self.tokenizer = self._llm.tokenizer
@@ -154,7 +154,7 @@ class TesseraLM(TemplateLM):
         return answers
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: object
+        self, requests: Sequence[Scored], disable_tqdm: bool = False, **ignored: object
     ) -> list[tuple[float, bool]]:
         prompts, params = [], []
         for _, context, continuation in requests:
