@@ -1,7 +1,6 @@
 """Runs what the scheduler chose: tokens and what the model thought of them come out, no sequence changes."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from tessera_cli.engine.batch import Batch, build_batch
 from tessera_cli.engine.config import EngineConfig
+from tessera_cli.engine.forward import build_forward
 from tessera_cli.engine.logprobs import token_logprobs
 from tessera_cli.engine.sampler import SampleRow, sample, uniform
 from tessera_cli.engine.scheduler_output import ScheduledSequence, SchedulerOutput
@@ -16,15 +16,12 @@ from tessera_cli.engine.sequence import SampleError, SequenceKey
 from tessera_cli.engine.step_result import PromptLogprobs, StepResult, TokenLogprobs
 from tessera_cli.engine.structured_output import Matcher
 from tessera_cli.errors import CapacityError
-from tessera_cli.kernels.backend import build_attention, build_operators
+from tessera_cli.kernels.backend import build_attention
 from tessera_cli.kernels.kv_cache import select_kv_cache_dtype
-from tessera_cli.models.causal_lm import Attend, CausalLM
-from tessera_cli.models.decoder import Decoder
+from tessera_cli.models.causal_lm import CausalLM
 
 # Logits are computed for so many rows at once at most: 64 MB for a vocabulary of 65,536 tokens.
 MAX_LOGITS_ROWS = 256
-
-Forward = Callable[[Tensor, Tensor, Attend], Tensor]
 
 _NO_MATCHERS: Mapping[SequenceKey, Matcher] = MappingProxyType({})
 
@@ -38,11 +35,6 @@ class ModelRunner:
 
     def __init__(self, model: CausalLM, config: EngineConfig, backend: str) -> None:
         self._model = model
-        self._forward: Forward = model
-        if isinstance(model, Decoder):
-            sizes = model.config
-            widths = (sizes.hidden_size, sizes.intermediate_size, sizes.head_dim)
-            self._forward = partial(model, operators=build_operators(backend, widths))
         self._config = config
         self._device = model.device
         self._eos_token_ids = frozenset(
@@ -64,6 +56,7 @@ class ModelRunner:
                 f" the memory of {model.device}",
                 hint="lower kv_cache_memory or num_blocks",
             ) from error
+        self._forward = build_forward(model, self._attention, backend)
 
     @torch.inference_mode()
     def run(
@@ -78,8 +71,7 @@ class ModelRunner:
         if output.block_copies:
             self._attention.copy_blocks(output.block_copies)
         batch = build_batch(output, block_size=self._config.block_size, device=self._device)
-        attend = partial(self._attention.attend, batch.metadata)
-        hidden = self._forward(batch.input_ids, batch.positions, attend)
+        hidden = self._forward(batch)
         result = StepResult()
         self._sample(output, batch, hidden, matchers, result)
         self._score_prompts(output, batch, hidden, result)

@@ -80,8 +80,8 @@ class SamplingParams:
         stop_token_ids: tokens that end the output beside the model's own.
         logprobs: so many of the most likely tokens are told with each output token, 0 to 20; None tells none.
         prompt_logprobs: the same for the prompt's tokens.
-        prompt_logprobs_start: the first prompt position that they are told of; only what is before it can come
-            from the prefix cache.
+        prompt_logprobs_start: the first prompt position that they are told of; only what is before it can
+            come from the prefix cache.
         structured_output: the form that the output has to have.
 
     Raises:

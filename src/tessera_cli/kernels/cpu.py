@@ -57,6 +57,9 @@ class CpuAttention:
         kv_cache_dtype: of stored keys and values: also int8, symmetric with a scale for each token and head.
         device: the CPU.
 
+    Attributes:
+        described: the library's view of each layer's cache.
+
     Raises:
         UsageError: there is no compiled library, or it has no kernel for these sizes.
     """
@@ -87,8 +90,8 @@ class CpuAttention:
         described = [
             _describe(layer, cache, block_size) for layer, cache in zip(layers, self.caches, strict=True)
         ]
-        self._described = (Layer * len(described))(*described)
-        self._pointers = [ctypes.addressof(layer) for layer in self._described]
+        self.described = (Layer * len(described))(*described)
+        self._pointers = [ctypes.addressof(layer) for layer in self.described]
         self._planned: _PlannedStep | None = None
 
     def attend(self, metadata: AttentionMetadata, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -109,18 +112,15 @@ class CpuAttention:
         Raises:
             ValueError: shapes or dtypes are not those of this layer and step.
         """
-        planned = self._planned
-        if planned is None or planned.metadata is not metadata:
-            planned = self._planned = _plan(metadata)
+        step, num_tokens = self.planned(metadata)
         spec = self._layers[layer]
-        num_tokens = planned.step.num_tokens
         q = self._checked(q, (num_tokens, spec.num_heads, spec.head_dim))
         k = self._checked(k, (num_tokens, spec.num_kv_heads, spec.head_dim))
         v = self._checked(v, (num_tokens, spec.num_kv_heads, spec.head_dim))
         out = q.new_empty((num_tokens, spec.num_heads, spec.head_dim))
         self._functions.tessera_attend(
             self._pointers[layer],
-            planned.pointer,
+            step,
             q.data_ptr(),
             q.stride(0),
             k.data_ptr(),
@@ -132,6 +132,17 @@ class CpuAttention:
             torch.get_num_threads(),
         )
         return out
+
+    def planned(self, metadata: AttentionMetadata) -> tuple[int, int]:
+        """The address of the library's view of a step, which lives until the next one, and the step's tokens.
+
+        Raises:
+            ValueError: a table is not contiguous or has another dtype.
+        """
+        planned = self._planned
+        if planned is None or planned.metadata is not metadata:
+            planned = self._planned = _plan(metadata)
+        return planned.pointer, planned.step.num_tokens
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block to block, (source, target), in all layers; all sources are read before a write.

@@ -27,6 +27,7 @@ _SIGNATURES = {
     "tessera_float32_linear": (*(_POINTER,) * 3, *(_LONG,) * 3, _INT),
     "tessera_int8_pack": (*(_POINTER,) * 2, *(_LONG,) * 2, _INT),
     "tessera_int8_linear": (*(_POINTER,) * 4, ctypes.c_float, *(_LONG,) * 3, _INT),
+    "tessera_decoder_layers": (*(_POINTER,) * 2, _INT, *(_POINTER,) * 5, ctypes.c_float, _POINTER, _INT),
     "tessera_truncate": (_POINTER, _LONG, _POINTER, _LONG, *(_POINTER,) * 2, _INT),
 }
 _RESULTS = {"tessera_cpu_level": _INT, "tessera_panel_columns": _INT}
@@ -69,6 +70,33 @@ class Step(ctypes.Structure):
         ("num_seqs", _INT),
         ("table_width", _INT),
         ("num_tokens", _LONG),
+    )
+
+
+class Linear(ctypes.Structure):
+    """`Linear` of decoder_layers.cpp: a product with packed weights."""
+
+    _fields_ = (
+        ("packed", _POINTER),
+        ("scales", _POINTER),
+        ("bias", _POINTER),
+        ("outputs", _LONG),
+        ("inputs", _LONG),
+        ("largest", ctypes.c_float),
+    )
+
+
+class DecoderLayer(ctypes.Structure):
+    """`DecoderLayer` of decoder_layers.cpp: one layer's weights."""
+
+    _fields_ = (
+        ("input_norm", _POINTER),
+        ("post_norm", _POINTER),
+        ("qkv", Linear),
+        ("o", Linear),
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("rotates", _INT),
     )
 
 
@@ -119,3 +147,8 @@ def _load(build: str, path: Path) -> CpuLibrary:
         function.argtypes = arguments
         function.restype = _RESULTS.get(name)
     return CpuLibrary(build, path, functions)
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    """Where a tensor's data begins; null for none."""
+    return None if tensor is None else tensor.data_ptr()

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tessera_cli.kernels.cpu_library import CpuLibrary
+from tessera_cli.kernels.cpu_library import CpuLibrary, Linear, address
 
 
 class Float32Linear:
@@ -51,6 +51,10 @@ class Float32Linear:
             torch.get_num_threads(),
         )
         return out
+
+    def described(self, bias: Tensor | None) -> Linear:
+        """What `tessera_decoder_layers` is told of it and of `bias` [outputs]; both must outlive that."""
+        return Linear(self._panels.data_ptr(), None, address(bias), self.outputs, self.inputs, 0.0)
 
     def rows(self, index: Tensor) -> Tensor:
         """The rows `index` (int64 [n]) of the weight: float32 [n, inputs]."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tessera_cli.int8_weight import Int8Weight
-from tessera_cli.kernels.cpu_library import CpuLibrary
+from tessera_cli.kernels.cpu_library import CpuLibrary, Linear, address
 from tessera_cli.kernels.float32_linear import check_activations
 
 _INT16_MAX, _INT32_MAX = 2**15 - 1, 2**31 - 1
@@ -61,6 +61,17 @@ class Int8Linear:
             torch.get_num_threads(),
         )
         return out
+
+    def described(self, bias: Tensor | None) -> Linear:
+        """What `tessera_decoder_layers` is told of it and of `bias` [outputs]; both must outlive that."""
+        return Linear(
+            self._panels.data_ptr(),
+            self._scales.data_ptr(),
+            address(bias),
+            self.outputs,
+            self.inputs,
+            self._largest,
+        )
 
     def rows(self, index: Tensor) -> Tensor:
         """The rows `index` (int64 [n]) of the weight, times their scales: float32 [n, inputs]."""

@@ -78,22 +78,26 @@ class Decoder(nn.Module):
         `operators` all is plain torch, which has gradients.
         """
         operators = operators or TorchOperators()
-        table = self._rotary_table(positions)
+        x, table = self.enter(input_ids, positions)
+        for index, layer in enumerate(self.layers):
+            x = layer(index, x, table, attend, operators)
+        return self.leave(operators.rms_norm(x, self.norm))
+
+    def enter(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, RotaryTable]:
+        """What the first layer gets: embedded tokens `[num_tokens, hidden]`, the table of their positions."""
+        if self._frequencies.device != positions.device:
+            self._frequencies = self._frequencies.to(positions.device)
         x = self.embed_tokens(input_ids)
         if self.config.embedding_multiplier != 1.0:
             x = x * self.config.embedding_multiplier
-        for index, layer in enumerate(self.layers):
-            x = layer(index, x, table, attend, operators)
-        x = operators.rms_norm(x, self.norm)
-        return x if self.config.logits_divisor == 1.0 else x / self.config.logits_divisor
+        return x, rotary_table(self._frequencies, self._rotary_factor, positions)
+
+    def leave(self, normed: Tensor) -> Tensor:
+        """Final hidden states of what the final norm gives, both `[num_tokens, hidden]`."""
+        return normed if self.config.logits_divisor == 1.0 else normed / self.config.logits_divisor
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits `[n, vocab]` of final hidden states `[n, hidden]`."""
         if self.lm_head is None:
             return F.linear(hidden, self.embed_tokens.weight).float()
         return self.lm_head(hidden).float()
-
-    def _rotary_table(self, positions: Tensor) -> RotaryTable:
-        if self._frequencies.device != positions.device:
-            self._frequencies = self._frequencies.to(positions.device)
-        return rotary_table(self._frequencies, self._rotary_factor, positions)
