@@ -11,13 +11,13 @@ from tessera_cli.distill.events import Listener
 from tessera_cli.distill.inputs import RunInputs
 from tessera_cli.distill.runs.run_directory import RunDirectory, write_text
 from tessera_cli.distill.students.student_start import StudentStart, decide_start, start_student
+from tessera_cli.distill.students.width_pruning import read_width, width_as_json
 from tessera_cli.distill.teacher_cache.build import open_caches
 from tessera_cli.distill.teacher_cache.keys import batch_documents
 from tessera_cli.distill.teacher_cache.layout import CacheDirectory
 from tessera_cli.distill.teacher_cache.plan import CachePlan, plan_caches
 from tessera_cli.distill.teacher_cache.teacher_parts import head_of, load_layers
 from tessera_cli.distill.training.teacher_side import CachedTeacher
-from tessera_cli.distill.students.width_pruning import read_width, width_as_json
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.loader import select_dtype
 from tessera_cli.models.vocabulary import keep_first_rows, load_first_rows
