@@ -42,7 +42,9 @@ async def load(url: str, requests: list[tuple[list[int], int]], concurrency: int
     tokens: dict[str, list[int]] = {}
     places = asyncio.Semaphore(concurrency)
     async with httpx.AsyncClient(
-        base_url=url, timeout=None, limits=httpx.Limits(max_connections=concurrency)
+        base_url=url,
+        timeout=None,
+        limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=0),
     ) as http:
 
         async def one(key: str, prompt: list[int], output_len: int) -> None:
