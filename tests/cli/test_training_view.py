@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tessera_cli.cli.training_view import TrainingView, event_line
+from tessera_cli.cli.event_lines import event_line
+from tessera_cli.cli.training_view import TrainingView
 from tessera_cli.distill.events import (
     CheckpointSaved,
     Evaluated,
@@ -142,6 +143,13 @@ def test_notes_are_shown_as_they_are_whatever_they_contain():
         view.on_event(Note(note))
     assert plain_lines(file)[0] == note
     assert event_line(Note(note)) == note
+
+
+def test_a_line_has_the_losses_that_the_recipe_asks_for_and_no_other():
+    line = event_line(replace(STEP, hidden_loss=0.5))
+    assert "loss=2.5000 kd_loss=2.2500 hidden_loss=0.5000" in line
+    assert "ce_loss" not in line
+    assert "ce_loss=1.1250" in event_line(replace(STEP, ce_loss=1.125))
 
 
 def test_on_a_terminal_the_panel_is_redrawn_and_the_last_one_stays():

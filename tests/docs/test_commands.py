@@ -60,6 +60,9 @@ def check(command: list[str]) -> None:
     match command:
         case ["tessera", *arguments]:
             check_tessera(arguments)
+        case ["accelerate", "launch", *arguments] | ["torchrun", *arguments]:
+            assert "-m tessera_cli" in shlex.join(arguments), "only Tessera is launched"
+            check_tessera(arguments[arguments.index("tessera_cli") + 1 :])
         case ["make", *targets]:
             check_make(targets)
         case ["pip", "install", *arguments]:
@@ -98,6 +101,8 @@ def check_extras(arguments: list[str]) -> None:
     [
         "tessera distil recipes/quickstart.yaml",
         "tessera generate --no-such-option",
+        "accelerate launch -m tessera_cli distill run recipe.yaml --no-such-option",
+        "torchrun --nproc-per-node 2 train.py",
         "tessera bench -o a.json --no-such-option 3",
         "make no-such-target",
         "python recipes/no_such_script.py",
