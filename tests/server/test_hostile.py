@@ -100,6 +100,19 @@ def test_hostile_fields_are_refused(server: Running, fields: dict[str, Any]) -> 
     error_of(answer, status)
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"prompt": [1] * 300}, "prompt"), ({"prompt": "long " * 300}, "prompt"), ({"priority": 3}, "priority")],
+)
+def test_what_the_engine_refuses_is_told_by_the_clients_own_field(
+    server: Running, fields: dict[str, Any], param: str
+) -> None:
+    error = error_of(server.http.post("/v1/completions", json=GOOD | fields), 400)
+    assert error["param"] == param
+    assert param in error["message"]
+    assert "request" not in error["message"]
+
+
 def test_an_output_longer_than_the_context_ends_with_it(server: Running) -> None:
     body = GOOD | {"max_tokens": 2**70, "ignore_eos": True}
     choice = server.http.post("/v1/completions", json=body).json()["choices"][0]

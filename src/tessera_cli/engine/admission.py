@@ -19,23 +19,26 @@ def check_request(sequence: Sequence, config: EngineConfig, *, is_known: bool) -
             whole number, or a salt that is no text.
         CapacityError: a prompt that leaves no room for output, or more samples than can run at once.
     """
-    name = f"request {sequence.request_id!r}"
     if is_known:
-        raise UsageError(f"{name} is already in the engine", hint="give each live request its own id")
+        raise UsageError(
+            f"request {sequence.request_id!r} is already in the engine",
+            hint="give each live request its own id",
+        )
+    # From here on no id: whoever asked through a server or a prompt file never gave one.
     if sequence.num_tokens == 0:
-        raise UsageError(f"{name} has an empty prompt", hint="give at least one token", param="prompt")
+        raise UsageError("the prompt is empty", hint="give at least one token", param="prompt")
     require("priority", repr(sequence.priority), isinstance(sequence.priority, int), "a whole number")
     salt = sequence.cache_salt
     require("cache_salt", repr(salt), salt is None or isinstance(salt, str), "text")
     if sequence.priority and config.scheduling_policy == "fcfs":
         raise UsageError(
-            f"{name} has priority {sequence.priority}, and the engine goes by arrival alone",
+            f"priority is {sequence.priority}, and the engine goes by arrival alone",
             hint='leave the priority out, or use scheduling_policy="priority"',
             param="priority",
         )
     if sequence.num_tokens >= config.max_model_len:
         raise CapacityError(
-            f"{name} has a prompt of {sequence.num_tokens} tokens, which leaves no room for output in"
+            f"the prompt of {sequence.num_tokens} tokens leaves no room for output in"
             f" max_model_len={config.max_model_len}",
             hint=f"shorten the prompt to {config.max_model_len - 1} tokens or raise max_model_len",
             param="prompt",
@@ -44,14 +47,13 @@ def check_request(sequence: Sequence, config: EngineConfig, *, is_known: bool) -
     if num_samples > config.max_num_slots:
         limit = "max_num_seqs" if num_samples > config.max_num_seqs else "max_num_batched_tokens"
         raise CapacityError(
-            f"{name} asks for n={num_samples} samples, which run at once, and {limit} is"
-            f" {getattr(config, limit)}",
+            f"n={num_samples} samples run at once, and {limit} is {getattr(config, limit)}",
             hint=f"lower n or raise {limit}",
             param="n",
         )
 
 
-def check_prompt(request_id: str, token_ids: Iterable[int], vocab_size: int) -> list[int]:
+def check_prompt(token_ids: Iterable[int], vocab_size: int) -> list[int]:
     """The prompt as plain numbers.
 
     Raises:
@@ -61,14 +63,14 @@ def check_prompt(request_id: str, token_ids: Iterable[int], vocab_size: int) -> 
         prompt = [index(token) for token in token_ids]
     except TypeError as error:
         raise UsageError(
-            f"request {request_id!r} has a prompt that is no list of token ids: {error}",
+            f"the prompt is no list of token ids: {error}",
             hint="give token ids, which are whole numbers",
             param="prompt",
         ) from None
     bad = next((token for token in prompt if not 0 <= token < vocab_size), None)
     if bad is not None:
         raise UsageError(
-            f"request {request_id!r} has a prompt with token id {bad}",
+            f"the prompt has token id {bad}",
             hint=f"the model's ids go from 0 to {vocab_size - 1}",
             param="prompt",
         )

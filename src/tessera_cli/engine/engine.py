@@ -114,7 +114,7 @@ class Engine:
             CapacityError: the prompt leaves no room for output in `max_model_len`, or more samples than can
                 run at once.
         """
-        prompt_token_ids = check_prompt(request_id, prompt_token_ids, self._vocab_size)
+        prompt_token_ids = check_prompt(prompt_token_ids, self._vocab_size)
         check_against_vocabulary(params, self._vocab_size)
         matcher = None
         if params.structured_output is not None:

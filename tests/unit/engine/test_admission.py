@@ -61,7 +61,7 @@ def test_any_text_is_a_salt(engine: Engine, salt: str) -> None:
 
 
 def test_whatever_counts_is_a_token_id() -> None:
-    assert check_prompt("r", iter(np.array([3, 4])), vocab_size=5) == [3, 4]
-    assert all(type(token) is int for token in check_prompt("r", np.array([3, 4]), vocab_size=5))
-    with pytest.raises(UsageError, match=r"'r'.*token id 5"):
-        check_prompt("r", [3, 5], vocab_size=5)
+    assert check_prompt(iter(np.array([3, 4])), vocab_size=5) == [3, 4]
+    assert all(type(token) is int for token in check_prompt(np.array([3, 4]), vocab_size=5))
+    with pytest.raises(UsageError, match="token id 5"):
+        check_prompt([3, 5], vocab_size=5)

@@ -21,7 +21,7 @@ MODEL_LEN = 32
 
 class TestAdd:
     def test_an_empty_prompt_is_refused(self) -> None:
-        with pytest.raises(UsageError, match="'a' has an empty prompt"):
+        with pytest.raises(UsageError, match="the prompt is empty"):
             make_scheduler().add(Sequence("a", [], SamplingParams()))
 
     def test_a_prompt_must_leave_room_for_one_token(self) -> None:
