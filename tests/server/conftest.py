@@ -6,6 +6,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from tessera_cli.cli.app import run
 from tests.server.running import Running, running
 
 
@@ -19,3 +20,15 @@ def server(tiny_model_dir: Path) -> Iterator[Running]:
 def client(server: Running) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
         yield client
+
+
+@pytest.fixture
+def tessera(capsys: pytest.CaptureFixture[str]):
+    """Runs the program; the exit code, stdout and stderr."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = run(list(arguments))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call

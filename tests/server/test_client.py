@@ -1,33 +1,12 @@
 """`bench` and `generate` with --base-url: what a server answers is what an engine here would."""
 
-import asyncio
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
 
-from tessera_cli.cli.app import run
 from tessera_cli.errors import ExitCode
 from tests.server.running import MODEL, Running, running
-
-
-@pytest.fixture
-def tessera(capsys: pytest.CaptureFixture[str]):
-    """Runs the program; the exit code, stdout and stderr."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        code = run(list(arguments))
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
-
 
 SHAPE = ["--vocab-size", "250", "--input-len", "8", "--output-len", "6", "--num-prompts", "6"]
 LOAD = [*SHAPE, "--concurrency", "3", "--num-warmups", "1"]
@@ -165,123 +144,3 @@ def test_a_key_opens_a_server_and_none_does_not(
         assert tessera("bench", *LOAD, "--base-url", locked.url, "--api-key", "secret")[0] == ExitCode.SUCCESS
         monkeypatch.setenv("TESSERA_API_KEY", "secret,other")
         assert tessera("bench", *LOAD, "--base-url", locked.url)[0] == ExitCode.SUCCESS
-
-
-def chunk(text: str, reason: str | None = None) -> str:
-    choice = {"index": 0, "text": text, "finish_reason": reason}
-    return f"data: {json.dumps({'choices': [choice]})}\n\n"
-
-
-USAGE = f"data: {json.dumps({'choices': [], 'usage': {'prompt_tokens': 4, 'completion_tokens': 3}})}\n\n"
-DONE = "data: [DONE]\n\n"
-GOOD = [chunk("a b"), chunk(" c"), chunk("", "length"), USAGE, DONE]
-
-
-@contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
-    """The URL of `app` on a free port."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, ws="none"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        threading.Event().wait(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
-
-
-@contextmanager
-def scripted(*answers: list[str]) -> Iterator[str]:
-    """A server whose answers are these streams, one after the other; its URL."""
-    remaining = list(answers)
-    app = FastAPI()
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, object]:
-        return {"data": [{"id": "scripted"}]}
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> object:
-        await request.body()
-        events = remaining.pop(0)
-        if events == ["refuse"]:
-            return JSONResponse({"error": {"message": "too\nmany"}}, 429)
-
-        async def stream() -> object:
-            for event in events:
-                yield event
-                await asyncio.sleep(0.01)
-
-        return StreamingResponse(stream(), media_type="text/event-stream")
-
-    with serving(app) as url:
-        yield url
-
-
-ONE_BY_ONE = ["--concurrency", "1", "--num-warmups", "0", "--output-len", "3", "--json"]
-
-
-def test_tokens_are_those_of_usage_and_gaps_those_between_chunks(tessera):
-    with scripted(GOOD, GOOD) as url:
-        code, out, err = tessera("bench", *ONE_BY_ONE, "--num-prompts", "2", "--base-url", url)
-    figures = json.loads(out)
-    assert code == ExitCode.SUCCESS, err
-    # Three tokens came in two chunks of text: one gap, and the server's count.
-    assert (figures["total_input_tokens"], figures["total_output_tokens"]) == (8, 6)
-    assert figures["mean_itl_ms"] >= 10
-    assert figures["mean_e2el_ms"] >= figures["mean_ttft_ms"] + figures["mean_itl_ms"]
-    assert figures["mean_tpot_ms"] == pytest.approx((figures["mean_e2el_ms"] - figures["mean_ttft_ms"]) / 2)
-
-
-@pytest.mark.parametrize(
-    ("answer", "says"),
-    [
-        (["refuse"], "HTTP 429: too many"),
-        ([chunk("a"), DONE], "ended before the answer did"),
-        ([chunk("a", "length"), DONE], "no usage"),
-        ([chunk("a", "stop"), USAGE, DONE], "3 of 3 tokens, finish_reason stop"),
-        (['data: {"error": {"message": "broken logits"}}\n\n'], "broken logits"),
-        (["data: {\n\n"], "no JSON"),
-        (["data: [1]\n\n"], "no chunk"),
-    ],
-)
-def test_a_request_that_fails_makes_the_run_fail_and_is_in_no_figure(tessera, answer: list[str], says: str):
-    with scripted(GOOD, answer, GOOD) as url:
-        code, out, err = tessera("bench", *ONE_BY_ONE, "--num-prompts", "3", "--base-url", url)
-    figures = json.loads(out)
-    assert (code, figures["completed"], figures["failed"]) == (ExitCode.FAILED, 2, 1)
-    assert (figures["total_output_tokens"], says in err) == (6, True), err
-
-
-def test_a_warm_up_that_fails_ends_the_benchmark(tessera):
-    options = ("--concurrency", "1", "--num-prompts", "1", "--output-len", "3")
-    with scripted(["refuse"]) as url:
-        code, out, err = tessera("bench", *options, "--base-url", url)
-    assert (code, out) == (ExitCode.FAILED, "")
-    assert "1 of 1 warm-up requests failed: HTTP 429" in err
-
-
-def test_generate_names_the_prompt_that_a_server_refused(tessera):
-    ask = ("-p", "a", "-p", "b", "--raw", "--json", "--no-live", "--max-tokens", "3")
-    with scripted(["refuse"], ["refuse"]) as url:
-        code, out, err = tessera("generate", *ask, "--base-url", url)
-        assert (code, "--prompt number 1 failed: HTTP 429" in err) == (ExitCode.FAILED, True)
-        assert [one["finish_reason"] for one in json.loads(out)["answers"]] == ["error", "error"]
-    with scripted(["refuse"], ["refuse"]) as url:
-        code, _, err = tessera("generate", *ask, "--on-error", "fail", "--base-url", url)
-        assert (code, "a prompt failed: HTTP 429" in err) == (ExitCode.FAILED, True)
-
-
-def test_what_is_no_model_server_is_told(tessera):
-    app = FastAPI()
-
-    @app.get("/v1/models")
-    async def models() -> list[int]:
-        return [1]
-
-    with serving(app) as url:
-        code, _, err = tessera("bench", "--base-url", url)
-    assert (code, "does not answer as OpenAI's does" in err) == (ExitCode.USAGE, True)

@@ -5,7 +5,39 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from pydantic import BaseModel, NonNegativeInt, ValidationError
+
 from tessera_cli.errors import RunError
+
+
+class _Delta(BaseModel):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(BaseModel):
+    """A part of one sample; a completion's has `text`, a chat's `delta`."""
+
+    index: NonNegativeInt
+    text: str | None = None
+    delta: _Delta | None = None
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _Usage(BaseModel):
+    prompt_tokens: NonNegativeInt
+    completion_tokens: NonNegativeInt
+
+
+class _Chunk(BaseModel):
+    """What is read of an event; servers send much more, each its own."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
 
 
 @dataclass
@@ -67,25 +99,29 @@ class StreamedAnswer:
         self.num_output_tokens = 0
         self._has_usage = False
 
-    def take(self, chunk: Any, now: float) -> Iterator[tuple[int, str]]:
+    def take(self, event: str, now: float) -> Iterator[tuple[int, str]]:
         """Take one event's JSON; each text in it with its sample's number.
 
         Raises:
             RunError: the event is an error, or no chunk of this answer.
         """
         try:
-            if chunk.get("error"):
-                raise RunError(f"the server failed: {chunk['error']['message']}")
-            if chunk.get("usage"):
-                self._has_usage = True
-                self.num_prompt_tokens = int(chunk["usage"]["prompt_tokens"])
-                self.num_output_tokens = int(chunk["usage"]["completion_tokens"])
-            for choice in chunk["choices"]:
-                text = _take_choice(self.samples[choice["index"]], choice, now)
-                if text:
-                    yield choice["index"], text
-        except (AttributeError, KeyError, TypeError, IndexError) as error:
-            raise RunError(f"the server sent what is no chunk of an answer: {error!r}") from error
+            chunk = _Chunk.model_validate_json(event, strict=True)
+        except ValidationError as error:
+            raise RunError(f"the server sent {_told(error)}") from error
+        if chunk.error:
+            told = chunk.error.get("message") if isinstance(chunk.error, dict) else None
+            raise RunError(f"the server failed: {told or chunk.error}")
+        if chunk.usage is not None:
+            self._has_usage = True
+            self.num_prompt_tokens = chunk.usage.prompt_tokens
+            self.num_output_tokens = chunk.usage.completion_tokens
+        for choice in chunk.choices:
+            if choice.index >= len(self.samples):
+                raise RunError(f"the server sent what is no chunk of this answer: index {choice.index}")
+            text = _take_choice(self.samples[choice.index], choice, now)
+            if text:
+                yield choice.index, text
 
     def check_complete(self) -> None:
         """See that every sample has ended and the tokens were counted.
@@ -101,17 +137,25 @@ class StreamedAnswer:
             self.samples[0].num_tokens = self.num_output_tokens
 
 
-def _take_choice(sample: StreamedSample, choice: dict[str, Any], now: float) -> str:
-    delta = choice["delta"] if "delta" in choice else {"content": choice["text"]}
+def _take_choice(sample: StreamedSample, choice: _Choice, now: float) -> str:
+    delta = choice.delta or _Delta(content=choice.text)
     # A reasoning model's thoughts are tokens like others, though no part of the answer.
-    text = delta.get("content") or ""
-    if text or delta.get("reasoning_content") or delta.get("reasoning"):
+    text = delta.content or ""
+    if text or delta.reasoning_content or delta.reasoning:
         sample.chunk_times.append(now)
     if text:
         sample.texts.append(text)
-    if choice.get("logprobs"):
-        sample.logprobs.append(choice["logprobs"])
-    if choice.get("finish_reason"):
-        sample.finished_time, sample.finish_reason = now, str(choice["finish_reason"])
-        sample.stop_reason = choice.get("stop_reason")
+    if choice.logprobs:
+        sample.logprobs.append(choice.logprobs)
+    if choice.finish_reason:
+        sample.finished_time, sample.finish_reason = now, choice.finish_reason
+        sample.stop_reason = choice.stop_reason
     return text
+
+
+def _told(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        return f"what is no JSON: {first['ctx']['error']}"
+    place = ".".join(map(str, first["loc"]))
+    return f"what is no chunk of an answer: {place + ': ' if place else ''}{first['msg']}"
