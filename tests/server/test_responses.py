@@ -70,7 +70,12 @@ def test_an_answer_can_be_sent_back_as_it_is(client: openai.OpenAI) -> None:
     assert second.output_text == chat.choices[0].message.content
 
 
-SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"enum": [1, 2]}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
 FORM: Any = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}}
 
 

@@ -106,7 +106,7 @@ def evaluate(
 
     \b
     tessera distill eval runs/RUN --max-kl 0.9 --min-acceptance 0.5
-    tessera distill eval --teacher BIG --student SMALL --data held-out.jsonl --format messages
+    tessera distill eval --teacher BIG --student SMALL --data held-out.jsonl
     tessera distill eval runs/RUN --tasks hellaswag,arc_easy
     """
     output = Output.of(json=json, quiet=quiet)
