@@ -1,5 +1,6 @@
 """Where documents come from: text files, other names of columns, datasets."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -96,6 +97,58 @@ def test_columns_may_have_other_names(tmp_path):
             **keys,
             columns={"prompt": "instruction", "completion": "output", "tools": "functions"},
         )
+
+
+@pytest.mark.parametrize("name", ["a[12]", "a*", "a?", "a::b", "a#%41 b"])
+def test_the_name_of_a_parquet_file_is_no_pattern(tmp_path, name):
+    for other, text in (("a1", "another"), (name, "its own")):
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist([{"text": text}]), tmp_path / f"{other}.parquet"
+        )
+    assert rows(path=str(tmp_path / f"{name}.parquet"), format="text") == [{"text": "its own"}]
+
+
+def test_columns_that_datasets_writes_as_json_into_parquet_are_read_as_objects(tmp_path):
+    written = [
+        {"messages": [{"role": "user", "content": "a"}], "tools": [{"x": {"first": 1}}]},
+        {
+            "messages": [{"role": "assistant", "content": "b", "tool_calls": [{"y": "c"}]}],
+            "tools": [{"x": {"second": [1, "2"]}}],
+        },
+    ]
+    table = datasets.Dataset.from_list(written, on_mixed_types="use_json")
+    assert "Json" in str(table.features)
+    table.to_parquet(tmp_path / "a.parquet")
+    assert rows(path=str(tmp_path / "a.parquet"), format="messages") == written
+
+
+def test_a_parquet_file_without_rows_is_empty_and_text_in_it_is_utf_8(tmp_path, capfd):
+    file = tmp_path / "a.parquet"
+    broken = pyarrow.Array.from_buffers(
+        pyarrow.string(),
+        1,
+        [None, pyarrow.array([0, 1], pyarrow.int32()).buffers()[1], pyarrow.py_buffer(b"\xff")],
+    )
+    for column, message in (
+        (pyarrow.array([], pyarrow.string()), "is empty"),
+        (broken, "cannot be read .* utf-8"),
+    ):
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), file)
+        with pytest.raises(DataError, match=message):
+            rows(path=str(file), format="text")
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.parquet"])
+def test_a_file_that_may_not_be_read_is_told(tmp_path, monkeypatch, name):
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    (tmp_path / name).write_text("a")
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", refuse)
+    with pytest.raises(DataError, match=rf"{name} cannot be read.*Permission denied"):
+        rows(path=str(tmp_path / name), format="text")
 
 
 def test_a_directory_is_a_dataset_with_splits(table):

@@ -86,9 +86,10 @@ def test_tools_may_be_json_in_a_text_and_stand_in_parquet(load, tokenizer):
 
 
 def test_rows_without_tools_may_stand_beside_rows_with_them(load, tokenizer):
-    rows = [{"messages": CONVERSATION, "tools": tools} for tools in (None, [], [TOOL])]
+    rows = [{"messages": CONVERSATION, "tools": tools} for tools in (None, [], "null", "[]", [TOOL])]
     lengths = [len(document.token_ids) for document in load(tokenizer, *rows).documents]
-    assert lengths[0] == lengths[1] < lengths[2]
+    assert len(set(lengths[:4])) == 1
+    assert lengths[0] < lengths[4]
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,24 @@ def test_a_template_that_would_leave_tools_out_is_an_error(load, plain, row, mes
 
 
 @pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": CONVERSATION, "tools": [{"name": "\ud800"}]}, "a tool or a tool call has half of"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": "\ud800"}]}]},
+            "a tool or a tool call has half of",
+        ),
+        ({"messages": CONVERSATION, "tools": '[{"name": "a", "name": "b"}]'}, "a key is given twice"),
+    ],
+)
+def test_what_no_tokenizer_takes_or_json_would_lose_is_an_error_in_tools_as_well(
+    load, tokenizer, row, message
+):
+    with pytest.raises(DataError, match=f"line 1: .*{message}"):
+        load(tokenizer, row)
+
+
+@pytest.mark.parametrize(
     ("message", "fault"),
     [
         (
@@ -114,6 +133,8 @@ def test_a_template_that_would_leave_tools_out_is_an_error(load, plain, row, mes
         ({"role": "assistant", "content": "a", "tool_calls": "add"}, "tool_calls` is 'add'"),
         ({"role": "tool", "content": "a", "name": 3}, "name` is 3, expected text"),
         ({"role": "bot", "content": "a"}, "role` is 'bot', expected system, developer, user"),
+        ({"role": ["user"], "content": "a"}, r"role` is \['user'\], expected"),
+        ({"role": {}, "content": "a"}, r"role` is {}, expected"),
     ],
 )
 def test_a_message_has_only_what_its_role_has(load, tokenizer, message, fault):

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tessera_cli.distill.data.row_files import unique_keys
 from tessera_cli.errors import DataError
 from tessera_cli.models.tokenizer import Tokenizer
 
@@ -41,9 +42,11 @@ def tools_of(value: Any) -> Tools:
         return None
     if isinstance(value, str):  # tables cannot hold objects of different keys in one column
         try:
-            value = json.loads(value)
+            value = json.loads(value, object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
             raise DataError(f"`tools` is text that is not JSON: {error}") from error
+        if value is None:  # how JSON spells a row without any
+            return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise DataError(f"`tools` is {describe(value)}, expected a list of function definitions")
     return value or None
@@ -53,8 +56,10 @@ def check_template(text: str, messages: Sequence[Message], tools: Tools, tokeniz
     """See that the template wrote tools and tool calls into `text`, its rendering of `messages`.
 
     Raises:
-        DataError: it passes over them, so that nothing would be learnt of them.
+        DataError: it passes over them, so that nothing would be learnt of them, or they hold what is no text.
     """
+    # What messages say was looked at before.
+    _check_characters(text, "a tool or a tool call")
     if tools is not None and any(
         text == tokenizer.render_chat(messages, add_generation_prompt=prompt) for prompt in (False, True)
     ):
@@ -89,12 +94,16 @@ def text_of(value: Any, where: str) -> str:
     """
     if not isinstance(value, str):
         raise DataError(f"`{where}` is {describe(value)}, expected text")
+    _check_characters(value, f"`{where}`")
+    return value
+
+
+def _check_characters(text: str, what: str) -> None:
     try:
-        value.encode()
+        text.encode()
     except UnicodeEncodeError as error:
         # JSON can spell one with \u; no tokenizer takes it.
-        raise DataError(f"`{where}` has half of a surrogate pair at character {error.start + 1}") from error
-    return value
+        raise DataError(f"{what} has half of a surrogate pair at character {error.start + 1}") from error
 
 
 def _message(item: Any, where: str) -> Message:
@@ -103,7 +112,7 @@ def _message(item: Any, where: str) -> Message:
     # A key without a value is none: Parquet gives every message the keys that any of them has.
     given = {key: value for key, value in item.items() if value is not None}
     role = given.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise DataError(f"`{where}.role` is {describe(item.get('role'))}, expected {', '.join(_ROLES)}")
     known = ("role", "content", *_ROLES[role])
     unknown = sorted(given.keys() - set(known))

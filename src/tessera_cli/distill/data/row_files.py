@@ -22,7 +22,7 @@ def json_lines(path: Path) -> Iterator[PlacedRow]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line.strip(), object_pairs_hook=_unique_keys)
+            row = json.loads(line.strip(), object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
             # What the parser calls a line is within ours.
             fault = f"{error.msg} at {error.colno}" if isinstance(error, json.JSONDecodeError) else error
@@ -63,15 +63,18 @@ def parquet_rows(path: Path) -> Iterator[PlacedRow]:
     """
     import datasets
     import pyarrow
+    from pyarrow.parquet import ParquetFile
 
     number = 0
     try:
-        # Streamed, so nothing is cached: a cache would be keyed by name and time, not by content.
-        rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-        for row in rows:
-            number += 1
-            yield f"{path} row {number}", without_nulls(row)
-    except (OSError, pyarrow.ArrowException, datasets.exceptions.DatasetsError) as error:
+        # Not by `load_dataset`, to which a name with [, * or ? is a pattern of several files.
+        with ParquetFile(path) as table:
+            features = datasets.Features.from_arrow_schema(table.schema_arrow)
+            for batch in table.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path} row {number}", without_nulls(features.decode_example(row))
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise DataError(f"{path} cannot be read after {number} rows: {str(error).splitlines()[0]}") from error
 
 
@@ -93,17 +96,24 @@ def _without_nulls(value: Any) -> Any:
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Numbered lines without their ends; only a newline separates two, for JSON may hold U+2028."""
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
                 # A byte-order mark is no part of the first line.
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path} line {number} is not UTF-8: {error.reason}") from error
-            yield number, text.removesuffix("\n").removesuffix("\r")
+                yield number, _text(line, "utf-8-sig" if number == 1 else "utf-8", f"{path} line {number}")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> Row:
+def _text(line: bytes, encoding: str, where: str) -> str:
+    try:
+        return line.decode(encoding).removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where} is not UTF-8: {error.reason}") from error
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> Row:
+    """An object that JSON spells; ValueError where a key is given twice, of which one would be lost."""
     row = dict(pairs)
     if len(row) < len(pairs):
         raise ValueError("a key is given twice")
