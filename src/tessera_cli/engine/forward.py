@@ -26,12 +26,13 @@ def build_forward(model: CausalLM, attention: AttentionBackend, backend: str) ->
     """The quickest way through `model` for batches whose keys and values `attention` holds."""
     if not isinstance(model, Decoder):
         return partial(_layer_by_layer, model, attention)
-    compiled = _compiled_layers(model, attention)
+    sizes = model.config
+    operators = build_operators(backend, (sizes.hidden_size, sizes.intermediate_size, sizes.head_dim))
+    # The compiled call takes the operators' steps, and has widths where they have them.
+    compiled = None if operators is None else _compiled_layers(model, attention)
     if compiled is not None:
         return partial(_at_once, model, compiled)
-    sizes = model.config
-    widths = (sizes.hidden_size, sizes.intermediate_size, sizes.head_dim)
-    return partial(_layer_by_layer, partial(model, operators=build_operators(backend, widths)), attention)
+    return partial(_layer_by_layer, partial(model, operators=operators), attention)
 
 
 def _layer_by_layer(model: Callable[..., Tensor], attention: AttentionBackend, batch: Batch) -> Tensor:

@@ -1,6 +1,6 @@
 """The layers of a decoder in one compiled call, from the embedded tokens to the normed hidden states."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tessera_cli.kernels.backend import AttentionMetadata
 from tessera_cli.kernels.cpu import CpuAttention
-from tessera_cli.kernels.cpu_library import CpuLibrary, DecoderLayer, Linear
+from tessera_cli.kernels.cpu_library import CpuLibrary, DecoderLayer, Layer, Linear
+from tessera_cli.kernels.cpu_operators import WIDTH_MULTIPLE
 from tessera_cli.kernels.float32_linear import Float32Linear
 from tessera_cli.kernels.int8_linear import Int8Linear
 
@@ -43,7 +44,7 @@ class LayerWeights:
 class CpuDecoder:
     """Layers of attention and gated MLP, each after its norm, over the paged cache of `attention`.
 
-    Equal, bit for bit, to the same steps called one by one.
+    Equal, bit for bit, to the same steps called one by one. Widths are those that `CpuOperators` takes.
 
     Args:
         library: the compiled library.
@@ -51,6 +52,9 @@ class CpuDecoder:
         layers: float32 weights, contiguous; they are held, not copied.
         norm: the final norm's weight [hidden].
         eps: of all norms.
+
+    Raises:
+        ValueError: sizes do not fit each other, or a width is none of the library's.
     """
 
     def __init__(
@@ -66,6 +70,8 @@ class CpuDecoder:
         self._attention = attention
         self._held = (tuple(layers), norm)
         self._hidden = len(norm)
+        self._head_dim = attention.described[0].head_dim
+        _check_sizes(layers, attention.described, self._hidden)
         self._norm, self._eps = norm.data_ptr(), eps
         self._layers = (DecoderLayer * len(layers))(*map(_described, layers))
 
@@ -88,8 +94,9 @@ class CpuDecoder:
                 f"expected contiguous float32 {(num_tokens, self._hidden)}, got {x.dtype} {x.shape}"
             )
         for part in table:
-            if part.dtype != torch.float32 or part.shape[0] != num_tokens or not part.is_contiguous():
-                raise ValueError(f"expected contiguous float32 cosines and sines of {num_tokens} tokens")
+            shape = (num_tokens, 1, self._head_dim)
+            if part.dtype != torch.float32 or part.shape != shape or not part.is_contiguous():
+                raise ValueError(f"expected contiguous float32 {shape}, got {part.dtype} {part.shape}")
         out = torch.empty_like(x)
         self._functions.tessera_decoder_layers(
             self._layers,
@@ -105,6 +112,24 @@ class CpuDecoder:
             torch.get_num_threads(),
         )
         return out
+
+
+def _check_sizes(layers: Sequence[LayerWeights], caches: Iterable[Layer], hidden: int) -> None:
+    """Refuse what the library would read or write beyond its end.
+
+    Raises:
+        ValueError: sizes do not fit each other, or a width is none of the library's.
+    """
+    inner = layers[0].projections[-1].product.inputs
+    if hidden % WIDTH_MULTIPLE or inner % WIDTH_MULTIPLE:
+        raise ValueError(f"widths {hidden} and {inner} have to be multiples of {WIDTH_MULTIPLE}")
+    for layer, cache in zip(layers, caches, strict=True):
+        queries, keys = cache.num_heads * cache.head_dim, cache.num_kv_heads * cache.head_dim
+        wanted = [(queries + 2 * keys, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner)]
+        sizes = [(linear.product.outputs, linear.product.inputs) for linear in layer.projections]
+        norms = [len(layer.input_norm), len(layer.post_norm)]
+        if sizes != wanted or norms != [hidden, hidden]:
+            raise ValueError(f"products of {sizes} and norms of {norms} where {wanted} and {hidden} fit")
 
 
 def _described(layer: LayerWeights) -> DecoderLayer:

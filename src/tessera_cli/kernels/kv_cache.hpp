@@ -5,7 +5,7 @@
 
 namespace tessera {
 
-// One layer's cache and numbers; laid out as `_Layer` in cpu_library.py.
+// One layer's cache and numbers; laid out as `Layer` in cpu_library.py.
 //
 // A block's keys are stored [num_kv_heads, head_dim, block_size], so that scores of eight keys need no horizontal
 // sums, and its values [num_kv_heads, block_size, head_dim]. int8 caches have a scale for each token and head,
@@ -30,7 +30,7 @@ struct Layer {
   int64_t scales(int64_t block, int head) const { return (block * num_kv_heads + head) * block_size; }
 };
 
-// The tables of one step, as AttentionMetadata describes them; laid out as `_Step` in cpu_library.py.
+// The tables of one step, as AttentionMetadata describes them; laid out as `Step` in cpu_library.py.
 struct Step {
   const int32_t* query_start_loc;
   const int32_t* seq_lens;

@@ -1,5 +1,6 @@
 """The compiled call through all layers equals its layers one by one, to the bit, wherever it is taken."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tessera_cli.engine.engine import Engine
 from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.kernels.backend import build_product, select_backend
 from tessera_cli.kernels.cpu_decoder import CpuDecoder
+from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.linear_layers import replace_products
 from tessera_cli.models.loader import load_decoder, load_int8_decoder
@@ -50,6 +52,18 @@ def test_a_decoder_with_weights_of_its_own_goes_layer_by_layer(tiny_model_dir: P
     assert _is_at_once(_engine(decoder))
     assert not _is_at_once(_engine(decoder, attention_backend="reference"))
     assert not _is_at_once(_engine(decoder.to(torch.bfloat16)))
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(36, 96), (64, 100), (1, 1)])
+def test_widths_that_the_library_lacks_go_layer_by_layer(
+    hidden: int, inner: int, tiny_model_dir: Path
+) -> None:
+    config = replace(ModelConfig.from_dir(tiny_model_dir), hidden_size=hidden, intermediate_size=inner)
+    decoder = Decoder(config).eval()
+    plain = _told(_engine(decoder, attention_backend="reference"))
+    engine = _engine(_with_compiled_products(decoder))
+    assert not _is_at_once(engine)
+    assert [told[0] for told in _told(engine)] == [told[0] for told in plain]
 
 
 def _with_compiled_products(decoder: Decoder) -> Decoder:
