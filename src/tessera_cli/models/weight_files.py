@@ -1,6 +1,7 @@
 """The tensors of a model directory's safetensors files, one at a time."""
 
 import json
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ WEIGHTS = "model.safetensors"
 # Not the name that transformers looks for: it would read int8 values without their scales, as a float model.
 INT8_WEIGHTS = "model.int8.safetensors"
 _INDEX = "model.safetensors.index.json"
+# To open a file is to parse its header: once for a tensor would take as long as to read the small ones.
+_MAPPED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +33,7 @@ class StoredTensor:
 def read_tensors(path: Path) -> Iterator[StoredTensor]:
     """The tensors of the directory `path`, of one file or of shards.
 
-    A file is mapped anew for each: only what the caller holds of it is in memory.
+    A file is mapped anew for each 16 MB: only so much of it, and what the caller holds, is in memory.
 
     Raises:
         ModelError: a file is missing, damaged or cannot be read.
@@ -39,10 +42,15 @@ def read_tensors(path: Path) -> Iterator[StoredTensor]:
         if names is None:
             with _opened(file) as tensors:
                 names = tensors.keys()
-        for name in names:
+        left = deque(names)
+        while left:
             with _opened(file) as tensors:
-                value = tensors.get_tensor(name)
-            yield StoredTensor(name, value, file)
+                num_bytes = 0
+                while left and num_bytes < _MAPPED_BYTES:
+                    name = left.popleft()
+                    value = tensors.get_tensor(name)
+                    num_bytes += value.nbytes
+                    yield StoredTensor(name, value, file)
 
 
 def num_stored_bytes(path: Path) -> int:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tessera_cli.errors import ModelError, UsageError
+from tessera_cli.models import weight_files
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.loader import load_config, load_decoder, save_decoder, select_dtype
 
@@ -72,6 +73,18 @@ def test_shards_load_like_one_file(model_dir: Path, tmp_path: Path) -> None:
     (path / "model-1.safetensors").unlink()
     with pytest.raises(ModelError, match=r"model-1\.safetensors cannot be read"):
         load_decoder(path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 20_000])
+def test_weights_are_the_same_however_little_of_their_file_is_mapped_at_once(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    whole = load_file(model_dir / "model.safetensors")
+    monkeypatch.setattr(weight_files, "_MAPPED_BYTES", num_bytes)
+    pieces = {stored.name: stored.value for stored in weight_files.read_tensors(model_dir)}
+    assert pieces.keys() == whole.keys()
+    assert all(torch.equal(pieces[name], value) for name, value in whole.items())
+    assert len({value.untyped_storage().data_ptr() for value in pieces.values()}) > 1
 
 
 def test_damaged_weights_are_told_in_one_line(model_dir: Path, tmp_path: Path) -> None:
