@@ -10,9 +10,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from tessera_cli.errors import DataError
 from tessera_cli.serving.load_result import METRICS
@@ -22,6 +23,22 @@ NUM_RESAMPLES = 10_000
 RATES = ("request_throughput", "request_goodput", "output_throughput", "total_token_throughput")
 FIGURES = (*RATES, *(f"{statistic}_{metric}_ms" for metric in METRICS for statistic in ("mean", "p99")))
 _WORKLOAD = ("request_rate", "burstiness", "max_concurrency")
+
+_Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_FIGURES: TypeAdapter[dict[str, float | None]] = TypeAdapter(dict[str, _Figure | None])
+
+
+class _Measured(BaseModel):
+    output_throughput: _Figure
+    failed: int | None = None
+
+
+class _Run(_Measured):
+    """What has to be right about a run before its figures mean anything."""
+
+    repeats: list[_Measured] = []
+    config: dict[str, Any] = {}
+    max_concurrency: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,13 +82,28 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     if not isinstance(runs, list) or not runs:
         raise DataError(f"{path} is no benchmark result", hint="write one with `tessera bench -o FILE.json`")
     for run in runs:
-        sides = [run, *run.get("repeats", [])] if isinstance(run, dict) else [{}]
-        if not all(isinstance(one.get("output_throughput"), int | float) for one in sides):
-            raise DataError(f"{path}: a run without `output_throughput`", hint="is it a benchmark's result?")
-        failed = sum(int(one.get("failed") or 0) for one in sides)
-        if failed:
-            raise DataError(f"{path}: {failed} requests failed, so its figures are of less work")
+        _check(run, path)
     return runs
+
+
+def _check(run: Any, path: Path) -> None:
+    try:
+        known = _Run.model_validate(run, strict=True)
+        for one in [run, *run.get("repeats", [])]:
+            _FIGURES.validate_python({name: one.get(name) for name in FIGURES}, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        problem = f"{first['msg'][0].lower()}{first['msg'][1:]}"
+        raise DataError(
+            f"{path}: {f'`{place}`: ' if place else ''}{problem}", hint="is it a benchmark's result?"
+        ) from error
+    sides = [known, *known.repeats]
+    failed = sum(one.failed or 0 for one in sides)
+    if failed:
+        raise DataError(f"{path}: {failed} requests failed, so its figures are of less work")
+    if any(one.output_throughput == 0 for one in sides):
+        raise DataError(f"{path}: a run without output, so nothing is a share of it")
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
