@@ -9,7 +9,13 @@ import torch
 from tessera_cli.engine.config import EngineConfig, KVCacheDtype, SchedulingPolicy
 from tessera_cli.engine.engine import Engine
 from tessera_cli.engine.memory import device_memory
-from tessera_cli.engine.sizing import GPU_MEMORY_UTILIZATION, PoolSizing, select_device, select_max_model_len
+from tessera_cli.engine.sizing import (
+    GPU_MEMORY_UTILIZATION,
+    PoolSizing,
+    check_utilization,
+    select_device,
+    select_max_model_len,
+)
 from tessera_cli.engine.structured_output import GrammarVocabulary
 from tessera_cli.errors import UsageError
 from tessera_cli.kernels.backend import build_product, select_backend
@@ -91,6 +97,7 @@ def load_engine(
     """
     if num_blocks is not None and kv_cache_memory is not None:
         raise UsageError("num_blocks and kv_cache_memory both size the KV cache", hint="give one of them")
+    check_utilization(gpu_memory_utilization)
     known = load_config(path)
     device = select_device(device)
     memory = device_memory(device)

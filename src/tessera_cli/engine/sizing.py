@@ -78,14 +78,11 @@ class PoolSizing:
             memory: of that device, before the weights are loaded.
             weight_bytes: of the weights.
             max_num_seqs: sequences that run at once.
-            utilization: above 0, at most 1; not used on a CPU.
+            utilization: as `check_utilization` allows it; not used on a CPU.
 
         Raises:
-            UsageError: the share is out of range.
             CapacityError: the pool does not hold one sequence of `max_model_len` tokens.
         """
-        is_share = 0 < utilization <= 1
-        require("gpu_memory_utilization", utilization, is_share, "above 0 and at most 1")
         if device == "cpu":
             budget = int((memory.free - weight_bytes) * CPU_MEMORY_SHARE)
         else:
@@ -164,6 +161,11 @@ def select_device(name: str) -> str:
         hint = f"use auto or cpu; torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices"
         raise UsageError(f"device {name!r} cannot be used here", hint=hint) from error
     return name
+
+
+def check_utilization(utilization: float) -> None:
+    """Refuse, with a UsageError, what is no share of a GPU's memory, whether or not it will be needed."""
+    require("gpu_memory_utilization", utilization, 0 < utilization <= 1, "above 0 and at most 1")
 
 
 def select_max_model_len(given: int | None, model: CausalLMConfig) -> int:

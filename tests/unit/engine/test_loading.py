@@ -1,5 +1,6 @@
 """From a model directory to an engine: sizes that follow from it, and sizes that are refused."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,8 @@ def test_an_int8_cache_holds_more_tokens_in_the_same_bytes(tiny_model_dir: Path)
         ({"kv_cache_dtype": "int4"}, UsageError, "int4"),
         ({"scheduling_policy": "lottery"}, UsageError, "lottery"),
         ({"gpu_memory_utilization": 0.0}, UsageError, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": math.nan, "num_blocks": 20}, UsageError, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": 90, "kv_cache_memory": 10**7}, UsageError, "gpu_memory_utilization"),
         ({"attention_backend": "cuda", "device": "cpu"}, UsageError, "'cuda' does not run on cpu"),
         ({"block_size": 0}, UsageError, "block_size"),
         ({"block_size": 0, "num_blocks": 20}, UsageError, "block_size"),

@@ -5,7 +5,7 @@ import torch
 
 from tessera_cli.attention import AttentionLayer
 from tessera_cli.engine.memory import DeviceMemory
-from tessera_cli.engine.sizing import PoolSizing
+from tessera_cli.engine.sizing import PoolSizing, check_utilization
 from tessera_cli.errors import CapacityError, UsageError
 
 GIB = 1 << 30
@@ -52,7 +52,7 @@ def test_a_gpu_pool_weights_and_other_processes_stay_within_the_share(utilizatio
 @pytest.mark.parametrize("utilization", [0.0, -0.1, 1.01, float("nan")])
 def test_a_share_that_is_none_is_refused(utilization: float) -> None:
     with pytest.raises(UsageError, match="gpu_memory_utilization"):
-        _from_free(_pool(), DeviceMemory(GIB, GIB), device="cuda", utilization=utilization)
+        check_utilization(utilization)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
