@@ -1,5 +1,6 @@
 """A model directory of int8 weights, made of one that is not quantised."""
 
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from tessera_cli.errors import ModelError, RunError, UsageError
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.loader import load_int8_decoder, save_decoder, select_dtype
 from tessera_cli.models.tokenizer import Tokenizer
+from tessera_cli.models.weight_files import num_stored_bytes
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,14 @@ def check_target(target: Path, source: Path, *, overwrite: bool) -> None:
     """See that the int8 form of `source` may be written to the directory `target`.
 
     Raises:
-        UsageError: it is a file, is not empty, or, to be overwritten, does not hold a quantised model.
+        UsageError: it is a file, holds `source`, is not empty, or, to be overwritten, does not hold a
+            quantised model.
     """
-    if target.resolve() == source.resolve():
+    real_target, real_source = _real(target), _real(source)
+    if real_target == real_source:
         raise UsageError(f"{target} is the model itself", hint="write to another directory")
+    if real_target in real_source.parents:
+        raise UsageError(f"{target} holds the model itself", hint="write to another directory")
     if target.exists() and not target.is_dir():
         raise UsageError(f"{target} is not a directory")
     if not target.exists() or not any(target.iterdir()):
@@ -69,26 +75,37 @@ def write_int8_checkpoint(source: Path, target: Path, *, overwrite: bool) -> Int
     check_target(target, source, overwrite=overwrite)
     stored = ModelConfig.from_dir(source).dtype
     dtype = select_dtype(stored, stored, "cpu")
-    decoder = load_int8_decoder(source, dtype=dtype)
+    place = _real(target)  # what a link points to is written, not the link
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
         try:
-            made, replaced = work / "made", work / "replaced"
+            made = work / "made"
             made.mkdir()
-            save_decoder(decoder, made, dtype=dtype)
+            save_decoder(load_int8_decoder(source, dtype=dtype), made, dtype=dtype)
             Tokenizer.from_dir(source).save(made)
-            if target.exists():
-                target.rename(replaced)
-            made.rename(target)
+            _put(made, place, replaced=work / "replaced")
         finally:
             shutil.rmtree(work, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise RunError(
             f"cannot write {target}: {error}", hint="free space, or write to another disk"
         ) from error
-    return Int8Checkpoint(target, _weight_bytes(source), _weight_bytes(target))
+    return Int8Checkpoint(target, num_stored_bytes(source), num_stored_bytes(target))
 
 
-def _weight_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+def _put(made: Path, target: Path, *, replaced: Path) -> None:
+    """Rename `made` to `target`, and what was there to `replaced`: both or, whatever interrupts, neither."""
+    try:
+        if target.exists():
+            target.rename(replaced)
+        made.rename(target)
+    except BaseException:
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
+        raise
+
+
+def _real(path: Path) -> Path:
+    # `Path.resolve` raises at links that go round in a circle.
+    return Path(os.path.realpath(path))

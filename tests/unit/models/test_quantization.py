@@ -11,13 +11,12 @@ from tests.families import NATIVE, write_family
 from tests.unit.models.test_loader import TOKENS, logits
 from torch import Tensor
 
-from tessera_cli.errors import ModelError, RunError, UsageError
+from tessera_cli.errors import ModelError, UsageError
 from tessera_cli.int8_weight import Int8Weight
-from tessera_cli.models import int8_checkpoint
 from tessera_cli.models.checkpoint_tensors import checkpoint_tensors
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.decoder import Decoder
-from tessera_cli.models.int8_checkpoint import check_target, write_int8_checkpoint
+from tessera_cli.models.int8_checkpoint import write_int8_checkpoint
 from tessera_cli.models.linear_layers import QuantisedLinear
 from tessera_cli.models.loader import (
     load_config,
@@ -237,41 +236,6 @@ def test_int8_weights_are_for_serving_only(int8_dir: Path, tmp_path: Path) -> No
         with pytest.raises(ModelError, match="is quantised to int8, which is for serving only"):
             refuses()
     assert not (tmp_path / "again").exists()
-
-
-def test_only_a_quantised_model_is_ever_overwritten(
-    tiny_model_dir: Path, int8_dir: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(UsageError, match="is the model itself"):
-        check_target(tiny_model_dir, tiny_model_dir, overwrite=True)
-    with pytest.raises(UsageError, match="is not empty"):
-        check_target(int8_dir, tiny_model_dir, overwrite=False)
-    check_target(int8_dir, tiny_model_dir, overwrite=True)
-    other = shutil.copytree(tiny_model_dir, tmp_path / "other")
-    for overwrite, match in ((False, "is not empty"), (True, "something else than a quantised model")):
-        with pytest.raises(UsageError, match=match):
-            check_target(other, tiny_model_dir, overwrite=overwrite)
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="is not a directory"):
-        check_target(tmp_path / "file", tiny_model_dir, overwrite=True)
-    (tmp_path / "empty").mkdir()
-    write_int8_checkpoint(tiny_model_dir, tmp_path / "empty", overwrite=False)
-
-
-def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(
-    tiny_model_dir: Path, int8_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = {file.name: file.read_bytes() for file in int8_dir.iterdir()}
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(int8_checkpoint, "save_decoder", full)
-    for target in (int8_dir, tmp_path / "new"):
-        with pytest.raises(RunError, match=r"cannot write .*No space left"):
-            write_int8_checkpoint(tiny_model_dir, target, overwrite=True)
-    assert {file.name: file.read_bytes() for file in int8_dir.iterdir()} == before
-    assert [file.name for file in tmp_path.iterdir()] == ["int8"]
 
 
 def test_rows_of_zeros_and_of_subnormal_numbers_have_an_int8_form() -> None:
