@@ -17,7 +17,8 @@ class Settings:
 
     `home` is where converted models are cached; `no_progress` replaces the live display by plain lines;
     `api_keys` are those that a server accepts, with commas between them in TESSERA_API_KEY; `rank` is this
-    process's number among those that a launcher started, 0 for the main one.
+    process's number among those that a launcher started, 0 for the main one; `is_left_alone` says that
+    accelerate was asked for several and has started only this one, as it does without GPUs.
     """
 
     home: Path
@@ -28,6 +29,7 @@ class Settings:
     offline: bool
     api_keys: tuple[str, ...] = ()
     rank: int = 0
+    is_left_alone: bool = False
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> "Settings":
@@ -46,6 +48,7 @@ class Settings:
             offline=_flag(env, "HF_HUB_OFFLINE"),
             api_keys=tuple(key.strip() for key in env.get("TESSERA_API_KEY", "").split(",") if key.strip()),
             rank=_rank(env),
+            is_left_alone=_is_left_alone(env),
         )
 
 
@@ -82,6 +85,12 @@ def _rank(env: Mapping[str, str]) -> int:
     return int(value)
 
 
+def _is_left_alone(env: Mapping[str, str]) -> bool:
+    # Its simple launcher gives an address to meet at when it is asked for several processes, but no number.
+    is_launched = "ACCELERATE_MIXED_PRECISION" in env
+    return is_launched and "MASTER_ADDR" in env and not any(name in env for name in _PROCESS_COUNTS)
+
+
 def _log_level(env: Mapping[str, str]) -> LogLevel:
     value = (env.get("TESSERA_LOG_LEVEL") or "warning").lower()
     if value not in get_args(LogLevel):
@@ -100,6 +109,9 @@ def relevant_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
         if name.startswith(_PREFIXES) or name in _OTHERS
     }
 
+
+# Where launchers, MPI's among them, tell how many processes there are, by accelerate's own list.
+_PROCESS_COUNTS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 _PREFIXES = ("TESSERA_", "HF_", "CUDA_", "TORCH_", "OMP_", "MKL_")
 _OTHERS = ("TOKENIZERS_PARALLELISM", "XDG_CACHE_HOME", "NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS", "CI")

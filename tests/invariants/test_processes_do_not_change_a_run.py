@@ -62,11 +62,13 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _launch(recipe: Path, run_dir: Path, *arguments: str, processes: int) -> subprocess.CompletedProcess[str]:
+def _launch(
+    recipe: Path, run_dir: Path, *arguments: str, processes: int, how: str = "--multi_gpu"
+) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable]
     if processes > 1:
         # --multi_gpu is accelerate's name for its own launcher; with --cpu it starts one process.
-        launcher += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]
+        launcher += ["-m", "accelerate.commands.launch", how, "--num_processes", str(processes)]
         launcher += ["--main_process_port", str(_free_port()), "--num_machines", "1"]
         launcher += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     command = ["-m", "tessera_cli", "distill", "run", str(recipe), *arguments, "-o", str(run_dir)]
@@ -147,4 +149,11 @@ def test_what_they_can_not_share_is_told_once_before_anything_is_written(
     assert done.returncode != 0
     assert done.stderr.count("2 processes can not share the 3 micro-batches of a step") == 1
     assert done.stdout == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_process_where_several_were_asked_for_is_refused(recipe: Path, tmp_path: Path) -> None:
+    done = _launch(recipe, tmp_path / "run", processes=2, how="--cpu")
+    assert done.returncode != 0
+    assert "error: accelerate was asked for several processes and has started only this one" in done.stderr
     assert not (tmp_path / "run").exists()

@@ -96,6 +96,11 @@ def run(
         raise UsageError("--resume and --overwrite exclude each other")
     if dry_run and (resume or overwrite or output_dir is not None):
         raise UsageError("--dry-run writes nothing: it takes no --output-dir, --resume or --overwrite")
+    if settings.is_left_alone:
+        raise UsageError(
+            "accelerate was asked for several processes and has started only this one",
+            hint="without GPUs: `torchrun --nproc-per-node 2 -m tessera_cli distill run RECIPE --device cpu`",
+        )
     from tessera_cli.recipe.loader import load_recipe
 
     with _told_once(is_main):

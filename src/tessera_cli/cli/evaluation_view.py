@@ -1,5 +1,6 @@
 """How the figures of an evaluation are told, and the bounds that they may be held to."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +36,7 @@ def evaluation_rows(figures: Mapping[str, Mapping[str, Any]]) -> list[tuple[str,
 
 def figure(figures: Mapping[str, Any], name: str) -> str:
     """One figure as it is told, or a dash where there is none."""
-    return _FIGURES[name][1].format(figures[name]) if name in figures else "-"
+    return _FIGURES[name][1].format(_number(figures[name])) if name in figures else "-"
 
 
 def speculative_line(speculative: Mapping[str, Any]) -> str:
@@ -68,7 +69,13 @@ def missed_gates(student: Mapping[str, Any], bounds: Mapping[str, float | None])
         key, side = GATES[name]
         if bound is None:
             continue
-        holds = student[key] <= bound if side == "above" else student[key] >= bound
+        value = _number(student[key])
+        holds = value <= bound if side == "above" else value >= bound
         if not holds:
-            missed.append(f"{_FIGURES[key][0].split(',')[0]} is {student[key]:.4f}, {side} {bound:g}")
+            missed.append(f"{_FIGURES[key][0].split(',')[0]} is {value:.4f}, {side} {bound:g}")
     return missed
+
+
+def _number(value: float | None) -> float:
+    # As `event_values` has it for JSON.
+    return math.inf if value is None else value

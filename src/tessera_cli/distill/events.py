@@ -1,8 +1,10 @@
 """What a run tells whoever listens: the terminal shows it, tests read it, nothing else depends on it."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Evaluated:
 
     `kl` is KL(teacher ‖ student) in nats; `top1_agreement` and `top5_agreement` are the shares of tokens
     where the teacher's likeliest token is the student's, or among the student's five likeliest; `acceptance`
-    is Σ min(p, q), the expected share of draft tokens that speculative decoding would accept.
+    is Σ min(p, q), the expected share of draft tokens that speculative decoding would accept. A perplexity
+    that a float64 cannot hold is infinite.
     """
 
     step: int
@@ -96,3 +99,8 @@ class Note:
 
 Event = StageStarted | TrainStep | Evaluated | StudentAnswers | CheckpointSaved | Note
 Listener = Callable[[Event], None]
+
+
+def event_values(event: TrainStep | Evaluated) -> dict[str, Any]:
+    """The figures of an event by name, for JSON: it has no infinity, and a perplexity that is one is None."""
+    return {name: None if value == math.inf else value for name, value in asdict(event).items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera_cli.distill.evaluation.run_report import write_report
-from tessera_cli.distill.events import Evaluated, Event, Listener, Note, StageStarted, TrainStep
+from tessera_cli.distill.events import Evaluated, Event, Listener, Note, StageStarted, TrainStep, event_values
 from tessera_cli.distill.generation.teacher_answers import read_answered_inputs
 from tessera_cli.distill.inputs import RunInputs
 from tessera_cli.distill.runs.run_directory import (
@@ -50,7 +50,8 @@ class RunResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values under the same names, for JSON."""
-        return asdict(self) | {name: str(getattr(self, name)) for name in ("run_dir", "export", "report")}
+        paths = {name: str(getattr(self, name)) for name in ("run_dir", "export", "report")}
+        return asdict(self) | paths | {"start": event_values(self.start), "end": event_values(self.end)}
 
 
 def run_recipe(

@@ -1,9 +1,9 @@
 """What a recipe may say: strict, frozen models; every key, its type, its bounds and its default."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from tessera_cli.recipe.cache_section import TeacherCacheSection
@@ -68,12 +68,11 @@ class LossSection(Section):
             raise problem(f"`kind: {kind}` has no mixture, only {', '.join(DEFAULT_MIXTURE_WEIGHT)}")
         return DEFAULT_MIXTURE_WEIGHT.get(kind) if value is None else value
 
-    @field_validator("ce_weight")
-    @classmethod
-    def _some_weight(cls, value: float, info: ValidationInfo) -> float:
-        if value == 0 and info.data.get("kd_weight") == 0:
+    @model_validator(mode="after")
+    def _some_weight(self) -> Self:
+        if self.kd_weight == self.ce_weight == 0 and self.hidden.kind == "none":
             raise problem("`kd_weight` and `ce_weight` are both 0, nothing would be learnt")
-        return value
+        return self
 
 
 class Recipe(Section):

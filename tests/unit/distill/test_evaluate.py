@@ -1,5 +1,6 @@
 """The figures of a student, against an independent computation and against what must hold."""
 
+import copy
 import math
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from tessera_cli.distill.data.corpus import Document
 from tessera_cli.distill.evaluation.evaluate import Evaluator, held_out_batches
 from tessera_cli.distill.students.student import build_student
+from tessera_cli.errors import ModelError
 from tessera_cli.kernels.packed import PackedAttention
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.loader import load_decoder
@@ -103,6 +105,14 @@ def test_later_evaluations_need_no_teacher_pass(teacher, documents, monkeypatch)
     first = reference.evaluate(student, step=0)
     monkeypatch.setattr(teacher, "forward", None)
     assert reference.evaluate(student, step=0) == first
+
+
+@pytest.mark.parametrize("whose", ["student", "teacher"])
+def test_logits_that_are_not_finite_are_no_figures(teacher, documents, whose):
+    models = {"teacher": copy.deepcopy(teacher), "student": copy.deepcopy(teacher)}
+    torch.nn.init.constant_(models[whose].norm.weight, torch.nan)
+    with pytest.raises(ModelError, match=f"the {whose}'s logits on the held-out documents are not finite"):
+        evaluator(models["teacher"], documents).evaluate(models["student"], step=0)
 
 
 def test_the_held_out_subset_is_whole_documents_up_to_the_limit(documents):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import resource
 import shutil
@@ -13,10 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tessera_cli.cli.distill_views import run_lines
+from tessera_cli.cli.evaluation_view import missed_gates
+from tessera_cli.cli.output import to_json
+from tessera_cli.distill.evaluation import evaluate
 from tessera_cli.distill.evaluation.finished_run import evaluate_run
-from tessera_cli.distill.events import CheckpointSaved, Evaluated, Note, StageStarted, TrainStep
+from tessera_cli.distill.events import CheckpointSaved, Evaluated, Note, StageStarted, TrainStep, event_values
 from tessera_cli.distill.pipeline import run_recipe
 from tessera_cli.distill.runs import run_directory, run_models
+from tessera_cli.distill.runs.metrics_file import read_metrics
 from tessera_cli.distill.runs.run_status import latest_unfinished, list_runs, read_run
 from tessera_cli.errors import RunError, UsageError
 from tessera_cli.recipe.loader import LoadedRecipe, load_recipe
@@ -387,6 +393,36 @@ def test_resuming_with_another_recipe_data_or_teacher_names_what_changed(run, re
     with pytest.raises(UsageError, match=r"changed since it began: data\.train, teacher"):
         run(recipe, tmp_path / "run", resume=True)
     assert read_run(tmp_path / "run").status == "interrupted"
+
+
+@pytest.mark.parametrize(
+    "change", [{"kl": 1.0, "step": 1, "kind": "eval"}, {"kind": "train"}, {}, []], ids=str
+)
+def test_a_run_with_figures_of_another_version_is_not_resumed(change, run, recipe_file, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe_file, tmp_path / "run", listener=stop_at(lambda e: isinstance(e, TrainStep)))
+    before = (tmp_path / "run" / "run.json").read_bytes()
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(change) + "\n")
+    with pytest.raises(UsageError, match=r"metrics\.jsonl is not what this version of Tessera writes"):
+        run(recipe_file, tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "run.json").read_bytes() == before
+
+
+def test_an_infinite_perplexity_is_null_in_json_and_infinite_again_when_read(
+    run, recipe_file, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(evaluate, "_perplexity", lambda negative_log_likelihood: math.inf)
+    result = run(recipe_file, tmp_path / "run")
+    files = [tmp_path / "run" / name for name in ("metrics.jsonl", "run.json")]
+    assert not any("Infinity" in file.read_text() for file in files)
+    _, evaluations = read_metrics(files[0])
+    assert [one.student_perplexity for one in evaluations] == [math.inf] * len(evaluations)
+    assert to_json(result.as_dict()).count("null") == 4
+    shown = [line.split() for line in run_lines(read_run(tmp_path / "run"))]
+    assert ["perplexity", "inf", "inf"] in shown
+    missed = missed_gates(event_values(result.end), {"max_perplexity": 1e9})
+    assert missed == ["perplexity is inf, above 1e+09"]
 
 
 def test_a_recipe_that_cannot_run_leaves_no_directory(run, recipe_file, tmp_path):

@@ -18,6 +18,7 @@ Write = Callable[[str], Path]
         (["train.max_steps=null"], "got none"),
         (["train.max_tokens=5"], "got max_tokens and max_steps; set the others to null"),
         (["loss.kd_weight=0"], "`kd_weight` and `ce_weight` are both 0"),
+        (["loss.kd_weight=0", "loss.hidden.kind=none"], "`kd_weight` and `ce_weight` are both 0"),
         (["loss.mixture_weight=0.5"], "`kind: forward_kl` has no mixture"),
         (["loss.kind=jsd", "loss.mixture_weight=1"], "expected a number > 0 and < 1 or null, got 1"),
         (["loss.temperature=0"], "expected a number > 0, got 0"),
@@ -93,6 +94,11 @@ def test_the_mixture_defaults_to_its_kinds_own_weight() -> None:
         kind: LossSection(kind=kind).mixture_weight for kind in ("jsd", "skew_kl", "skew_reverse_kl", "tvd")
     }
     assert weights == {"jsd": 0.5, "skew_kl": 0.1, "skew_reverse_kl": 0.9, "tvd": None}
+
+
+def test_a_loss_of_hidden_states_alone_is_one(write: Write, sound: str) -> None:
+    overrides = ["loss.kd_weight=0", "loss.hidden.kind=mse"]
+    assert load_recipe(write(sound), overrides).recipe.loss.hidden.weight == 1
 
 
 def test_a_recipe_does_not_change(write: Write, sound: str) -> None:

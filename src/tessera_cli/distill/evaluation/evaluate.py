@@ -13,6 +13,7 @@ from tessera_cli.distill.data.packing import pack_rows
 from tessera_cli.distill.events import Evaluated
 from tessera_cli.distill.losses.dense import forward_kl
 from tessera_cli.distill.students.student import forward_batch
+from tessera_cli.errors import ModelError
 from tessera_cli.models.decoder import Decoder
 
 
@@ -61,7 +62,11 @@ class Evaluator:
 
     @torch.no_grad()  # a sharded student cannot be trained on tensors of inference mode
     def evaluate(self, student: Decoder, *, step: int) -> Evaluated:
-        """Figures of `student`, at temperature 1, as means over all targets, summed in float64."""
+        """Figures of `student`, at temperature 1, as means over all targets, summed in float64.
+
+        Raises:
+            ModelError: a model's logits are not finite.
+        """
         if self._teacher_hidden is None:
             self._teacher_hidden = [_target_hidden(self._teacher, batch).cpu() for batch in self._batches]
         sums = torch.zeros(6, dtype=torch.float64)
@@ -77,6 +82,9 @@ class Evaluator:
                 sums += _compare(teacher_log_probs, _log_probs(student, student_part), target_ids)
         num_tokens = sum(len(batch.target_ids) for batch in self._batches)
         kl, teacher_nll, student_nll, top1, top5, acceptance = (sums / num_tokens).tolist()
+        if not math.isfinite(kl):
+            whose = "student" if math.isfinite(teacher_nll) else "teacher"
+            raise ModelError(f"the {whose}'s logits on the held-out documents are not finite")
         return Evaluated(
             step=step,
             num_tokens=num_tokens,

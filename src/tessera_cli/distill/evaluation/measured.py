@@ -8,7 +8,7 @@ from typing import Any
 from tessera_cli.distill.data.corpus import Document
 from tessera_cli.distill.evaluation.samples import held_out_prompts
 from tessera_cli.distill.evaluation.speculative import SpeculativeSpeedup, best_speedup, measure_cost_ratio
-from tessera_cli.distill.events import Evaluated
+from tessera_cli.distill.events import Evaluated, event_values
 from tessera_cli.models.decoder import Decoder
 
 
@@ -28,7 +28,12 @@ class Measured:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values under the same names, for JSON."""
-        return asdict(self) | {"teacher_path": str(self.teacher_path), "student_path": str(self.student_path)}
+        return asdict(self) | {
+            "teacher_path": str(self.teacher_path),
+            "student_path": str(self.student_path),
+            "start": None if self.start is None else event_values(self.start),
+            "student": event_values(self.student),
+        }
 
 
 def speculative_speedup(

@@ -13,7 +13,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,13 @@ import psutil
 from safetensors import SafetensorError
 
 from tessera_cli.distill.events import Evaluated, TrainStep
+from tessera_cli.distill.runs.metrics_file import metric_record, read_metrics, read_records, without_kind
 from tessera_cli.distill.runs.run_status import RunStatus, read_run
 from tessera_cli.errors import RunError, UsageError
 from tessera_cli.recipe.loader import LoadedRecipe, dump_recipe, load_recipe
 from tessera_cli.recipe.schema import Recipe
+
+METRICS_FILE = "metrics.jsonl"
 
 
 def check_available(path: Path, *, overwrite: bool) -> None:
@@ -164,37 +167,33 @@ class RunDirectory:
         """Add a line to metrics.jsonl and bring run.json up to date."""
         if self._follows:
             return
-        kind = "train" if isinstance(event, TrainStep) else "eval"
-        path = self.path / "metrics.jsonl"
-        with writing(path), path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, **asdict(event)}) + "\n")
-        name = _metric_name(kind, event.step)
-        self.update(step=event.step, metrics=self.status.metrics | {name: asdict(event)})
+        record = metric_record(event)
+        with writing(self._metrics), self._metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        self.update(
+            step=event.step, metrics=self.status.metrics | {_metric_name(record): without_kind(record)}
+        )
 
     def metrics(self) -> tuple[list[TrainStep], list[Evaluated]]:
-        """All optimiser steps and evaluations so far."""
-        steps, evaluations = [], []
-        for record in self._metric_records():
-            if record["kind"] == "train":
-                steps.append(TrainStep(**_without_kind(record)))
-            else:
-                evaluations.append(Evaluated(**_without_kind(record)))
-        return steps, evaluations
+        """All optimiser steps and evaluations so far.
+
+        Raises:
+            UsageError: another version of Tessera wrote them.
+        """
+        return read_metrics(self._metrics)
 
     def rewind(self, step: int) -> None:
         """Forget the metrics of steps after `step`, which a resumed run makes again."""
         if self._follows:
             return
-        kept = [record for record in self._metric_records() if record["step"] <= step]
-        metrics = {_metric_name(record["kind"], record["step"]): _without_kind(record) for record in kept}
-        write_text(self.path / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
+        kept = [record for record in read_records(self._metrics) if record["step"] <= step]
+        metrics = {_metric_name(record): without_kind(record) for record in kept}
+        write_text(self._metrics, "".join(json.dumps(record) + "\n" for record in kept))
         self.update(step=step, metrics=metrics)
 
-    def _metric_records(self) -> list[dict[str, Any]]:
-        file = self.path / "metrics.jsonl"
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
-        # A line without its end was cut off when the process died.
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+    @property
+    def _metrics(self) -> Path:
+        return self.path / METRICS_FILE
 
 
 def check_resumable(path: Path, recipe: Recipe) -> None:
@@ -216,6 +215,7 @@ def check_resumable(path: Path, recipe: Recipe) -> None:
             f"{path} cannot be resumed: the recipe changed in {', '.join(changed)}",
             hint=f"its own recipe is {path / 'recipe.yaml'}; a changed one needs a new --output-dir",
         )
+    read_metrics(path / METRICS_FILE)
 
 
 @contextmanager
@@ -261,13 +261,9 @@ def _clear(path: Path) -> None:
             entry.unlink()
 
 
-def _metric_name(kind: str, step: int) -> str:
+def _metric_name(record: dict[str, Any]) -> str:
     """The key of `RunStatus.metrics` that a line of metrics.jsonl brings up to date."""
-    return "train" if kind == "train" else "latest" if step else "start"
-
-
-def _without_kind(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key != "kind"}
+    return "train" if record["kind"] == "train" else "latest" if record["step"] else "start"
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

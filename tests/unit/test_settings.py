@@ -1,0 +1,24 @@
+"""What the environment says of the process."""
+
+import pytest
+
+from tessera_cli.settings import Settings
+
+LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True"}
+ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("env", "is_left_alone"),
+    [
+        ({}, False),
+        (ADDRESS, False),
+        (LAUNCHED, False),
+        (LAUNCHED | ADDRESS, True),
+        (LAUNCHED | ADDRESS | {"WORLD_SIZE": "2", "RANK": "1"}, False),
+        (LAUNCHED | ADDRESS | {"PMI_SIZE": "2"}, False),
+    ],
+    ids=lambda value: "-".join(sorted(value)) if isinstance(value, dict) else "",
+)
+def test_a_process_knows_when_a_launcher_left_it_alone(env: dict[str, str], is_left_alone: bool) -> None:
+    assert Settings.from_env(env).is_left_alone == is_left_alone
