@@ -395,15 +395,13 @@ def test_resuming_with_another_recipe_data_or_teacher_names_what_changed(run, re
     assert read_run(tmp_path / "run").status == "interrupted"
 
 
-@pytest.mark.parametrize(
-    "change", [{"kl": 1.0, "step": 1, "kind": "eval"}, {"kind": "train"}, {}, []], ids=str
-)
-def test_a_run_with_figures_of_another_version_is_not_resumed(change, run, recipe_file, tmp_path):
+@pytest.mark.parametrize("line", [{"kl": 1.0, "kind": "eval"}, {"kind": "train"}, {}, []], ids=str)
+def test_a_run_with_figures_of_another_version_is_not_resumed(line, run, recipe_file, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(recipe_file, tmp_path / "run", listener=stop_at(lambda e: isinstance(e, TrainStep)))
     before = (tmp_path / "run" / "run.json").read_bytes()
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(change) + "\n")
+        file.write(json.dumps(line) + "\n")
     with pytest.raises(UsageError, match=r"metrics\.jsonl is not what this version of Tessera writes"):
         run(recipe_file, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "run.json").read_bytes() == before

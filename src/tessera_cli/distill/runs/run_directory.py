@@ -170,9 +170,8 @@ class RunDirectory:
         record = metric_record(event)
         with writing(self._metrics), self._metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        self.update(
-            step=event.step, metrics=self.status.metrics | {_metric_name(record): without_kind(record)}
-        )
+        latest = {_metric_name(record): without_kind(record)}
+        self.update(step=event.step, metrics=self.status.metrics | latest)
 
     def metrics(self) -> tuple[list[TrainStep], list[Evaluated]]:
         """All optimiser steps and evaluations so far.
