@@ -57,10 +57,13 @@ class Matcher:
 
         Ids beyond the tokenizer's are not allowed; end-of-sequence tokens are where the form is complete.
         """
+        mask = self._matcher.compute_bitmask()
+        # Looked at afterwards, for the mask itself may be what fails. llguidance then allows the end, and a
+        # broken answer would look like a whole one.
         if self._matcher.is_error():
-            row[:] = 0  # llguidance would allow the end here, and a broken answer would look like a whole one
+            row[:] = 0
             return
-        row[:] = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)[: len(row)]
+        row[:] = np.frombuffer(mask, dtype=np.uint8)[: len(row)]
         for token in self._masked_ids:
             row[token // 8] &= 0xFF ^ (1 << token % 8)
 

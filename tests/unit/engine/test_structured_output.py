@@ -194,6 +194,16 @@ def test_a_token_against_the_form_is_an_error_and_no_end(
     assert isinstance(well[0], int)
 
 
+@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"anyOf": [{"$ref": "#"}]}], ids=str)
+def test_a_form_that_nothing_has_is_an_error_and_no_empty_answer(
+    vocabulary: GrammarVocabulary, schema: dict[str, object]
+) -> None:
+    matcher = vocabulary.compile(StructuredOutput(json_schema=schema))
+    assert allowed(matcher) == set()
+    assert matcher.error is not None
+    assert not matcher.is_finished
+
+
 @pytest.mark.parametrize(
     ("form", "name"),
     [
