@@ -133,7 +133,7 @@ def build_operators(name: str, widths: Sequence[int]) -> "CpuOperators | None":
 
 
 def build_product(name: str, weight: "Tensor | Int8Weight") -> "Float32Linear | Int8Linear | None":
-    """The compiled product with `weight` [outputs, inputs] that goes with a backend.
+    """The compiled product with `weight` [outputs, inputs] that goes with a backend; it may overwrite that.
 
     None where there is none, as for weights of 16 bits: plain torch then.
     """
@@ -148,7 +148,7 @@ def build_product(name: str, weight: "Tensor | Int8Weight") -> "Float32Linear | 
         return None
     if isinstance(weight, Int8Weight):
         return Int8Linear(library, weight)
-    return Float32Linear(library, weight) if weight.dtype == torch.float32 else None
+    return Float32Linear(library, weight, in_place=True) if weight.dtype == torch.float32 else None
 
 
 def _sizes_obstacle(layers: Sequence[AttentionLayer], block_size: int | None) -> str | None:

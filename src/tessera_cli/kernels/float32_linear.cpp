@@ -2,6 +2,8 @@
 //
 // An output is one chain of multiply-adds in the order of its inputs: it has the same bits in a batch of any size, at
 // any place in it, on any number of threads.
+#include <vector>
+
 #include "linear.hpp"
 
 namespace tessera {
@@ -45,12 +47,19 @@ extern "C" {
 int32_t tessera_panel_columns() { return COLUMNS; }
 
 // weights [outputs, inputs] -> panels [outputs / COLUMNS, inputs, COLUMNS], outputs rounded up and padded with zeros.
+// `to` may be `weights`, if the outputs fill whole panels: a panel takes the place of the rows that it is made of.
 void tessera_float32_pack(float* to, const float* weights, int64_t outputs, int64_t inputs, int32_t threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t panel = 0; panel < outputs; panel += COLUMNS)
-    for (int64_t k = 0; k < inputs; ++k)
-      for (int64_t n = panel; n < panel + COLUMNS; ++n)
-        to[panel * inputs + k * COLUMNS + n - panel] = n < outputs ? weights[n * inputs + k] : 0.f;
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<float> rows(COLUMNS * inputs);
+#pragma omp for schedule(static)
+    for (int64_t panel = 0; panel < outputs; panel += COLUMNS) {
+      std::copy_n(weights + panel * inputs, std::min<int64_t>(COLUMNS, outputs - panel) * inputs, rows.begin());
+      if (outputs - panel < COLUMNS) std::fill(rows.begin() + (outputs - panel) * inputs, rows.end(), 0.f);
+      for (int64_t k = 0; k < inputs; ++k)
+        for (int64_t n = 0; n < COLUMNS; ++n) to[panel * inputs + k * COLUMNS + n] = rows[n * inputs + k];
+    }
+  }
 }
 
 // y [tokens, outputs] = x [tokens, inputs] times the packed weights.

@@ -29,7 +29,8 @@ class Product(Protocol):
         ...
 
 
-# A product with a weight of shape [outputs, inputs]; None where plain torch is as good.
+# A product with a weight of shape [outputs, inputs], whose memory it may take for its own; None where plain
+# torch is as good.
 BuildProduct = Callable[["Tensor | Int8Weight"], "Product | None"]
 
 

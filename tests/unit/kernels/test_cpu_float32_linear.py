@@ -53,6 +53,28 @@ def test_rows_are_those_of_the_weight_to_the_bit(build: CpuLibrary, outputs: int
     assert torch.equal(Float32Linear(build, weight).rows(index), weight[index])
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 33), (96, 576), (33, 40)])
+def test_a_weight_packed_in_place_gives_the_same_bits(
+    build: CpuLibrary, outputs: int, inputs: int, threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    weight, x, index = _random(outputs, inputs), _random(5, inputs), torch.arange(outputs)
+    plain, memory = Float32Linear(build, weight), weight.clone()
+    in_place = Float32Linear(build, memory, in_place=True)
+    takes_the_memory = outputs % build.functions.tessera_panel_columns() == 0
+    assert (not torch.equal(memory, weight)) == takes_the_memory
+    assert torch.equal(in_place.rows(index), weight)
+    assert torch.equal(in_place(x), plain(x))
+
+
+def test_a_view_packed_in_place_overwrites_nothing(build: CpuLibrary) -> None:
+    memory = _random(40, 64)
+    kept = memory.clone()
+    linear = Float32Linear(build, memory.T, in_place=True)
+    assert torch.equal(linear.rows(torch.arange(64)), kept.T)
+    assert torch.equal(memory, kept)
+
+
 def test_a_weight_that_is_a_view_is_packed_as_it_reads(build: CpuLibrary) -> None:
     weight, x = _random(20, 30), _random(3, 20)
     assert torch.equal(Float32Linear(build, weight.T)(x), Float32Linear(build, weight.T.contiguous())(x))
