@@ -1,6 +1,7 @@
 """The errors that a user can cause or has to know about; anything else is a bug and shows a traceback."""
 
 import re
+from collections.abc import Sequence
 from enum import IntEnum
 
 
@@ -72,6 +73,17 @@ class CapacityError(UsageError):
 
 class RunError(TesseraError):
     """A run that started and could not be finished: out of memory, disk full, diverged."""
+
+
+class DivergedError(RunError):
+    """Loss or gradient of a training step are not finite, in every process of the run alike.
+
+    `micro_batches` are those whose loss is to blame.
+    """
+
+    def __init__(self, message: str, micro_batches: Sequence[int]) -> None:
+        super().__init__(message, hint="lower train.learning_rate and start a new run")
+        self.micro_batches = micro_batches
 
 
 class GateError(TesseraError):

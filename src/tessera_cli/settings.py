@@ -52,6 +52,14 @@ class Settings:
         )
 
 
+def is_main_process(env: Mapping[str, str] | None = None) -> bool:
+    """Whether this is the one that tells, of the processes that a launcher started."""
+    try:
+        return _rank(os.environ if env is None else env) == 0
+    except UsageError:
+        return True
+
+
 def prepare_process(*, offline: bool) -> None:
     """Set what libraries read from the environment at their import; call before importing them."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -157,3 +157,10 @@ def test_one_process_where_several_were_asked_for_is_refused(recipe: Path, tmp_p
     assert done.returncode != 0
     assert "error: accelerate was asked for several processes and has started only this one" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_what_ends_all_of_them_is_told_once(recipe: Path, tmp_path: Path) -> None:
+    done = _launch(recipe, tmp_path / "run", "train.learning_rate=1e30", "--json", processes=2)
+    assert done.returncode != 0
+    assert json.loads(done.stdout)["error"]["type"] == "DivergedError"
+    assert done.stderr.count("error: diverged at step") == 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tessera_cli.settings import Settings
+from tessera_cli.settings import Settings, is_main_process
 
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True"}
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -22,3 +22,18 @@ ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 )
 def test_a_process_knows_when_a_launcher_left_it_alone(env: dict[str, str], is_left_alone: bool) -> None:
     assert Settings.from_env(env).is_left_alone == is_left_alone
+
+
+@pytest.mark.parametrize(
+    ("env", "is_main"),
+    [
+        ({}, True),
+        ({"RANK": "1"}, True),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, True),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, False),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, True),
+    ],
+    ids=str,
+)
+def test_one_process_of_a_launcher_tells(env: dict[str, str], is_main: bool) -> None:
+    assert is_main_process(env) == is_main

@@ -22,8 +22,8 @@ from tessera_cli.cli.quantize import quantize
 from tessera_cli.cli.serve import serve
 from tessera_cli.cli.simulate import simulate
 from tessera_cli.cli.trace import trace
-from tessera_cli.errors import ExitCode, GateError, RunError, TesseraError, UsageError
-from tessera_cli.settings import Settings
+from tessera_cli.errors import DivergedError, ExitCode, GateError, RunError, TesseraError, UsageError
+from tessera_cli.settings import Settings, is_main_process
 
 app = typer.Typer(
     name="tessera",
@@ -110,8 +110,11 @@ class _InterruptedError(TesseraError):
 
 def _report(error: Exception, arguments: Sequence[str], output: Output) -> int:
     explained = _explain(error, arguments)
-    if isinstance(error, GateError):
-        output = Output()  # the figures are the one JSON document on stdout
+    is_main = is_main_process()
+    if not is_main and isinstance(explained, UsageError | DivergedError | _InterruptedError):
+        return explained.exit_code  # the main process tells the same
+    if not is_main or isinstance(error, GateError):
+        output = Output()  # there is one JSON document on stdout, the main process's or the figures
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,8 +1,6 @@
 """`tessera distill`: plan, run, measure and look at distillations; heavy imports inside the commands."""
 
 import json as json_library
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -103,24 +101,22 @@ def run(
         )
     from tessera_cli.recipe.loader import load_recipe
 
-    with _told_once(is_main):
-        loaded = load_recipe(recipe, [*(overrides or ()), *(() if seed is None else (f"seed={seed}",))])
+    loaded = load_recipe(recipe, [*(overrides or ()), *(() if seed is None else (f"seed={seed}",))])
     if dry_run:
         if is_main:
             show_plan(loaded, output, settings)
         return
     run_dir = output_dir or (_unfinished(loaded) if resume else _new_run_dir(loaded))
-    with _told_once(is_main):
-        _train(
-            loaded,
-            output,
-            settings,
-            live=live if is_main else None,
-            run_dir=run_dir,
-            resume=resume,
-            overwrite=overwrite,
-            device=device,
-        )
+    _train(
+        loaded,
+        output,
+        settings,
+        live=live if is_main else None,
+        run_dir=run_dir,
+        resume=resume,
+        overwrite=overwrite,
+        device=device,
+    )
     if is_main:
         show_run(run_dir, output)
 
@@ -205,17 +201,6 @@ def show(
         output.note("no runs under ./runs")
         return
     output.rows([run_row(run) for run in runs], header=RUN_COLUMNS)
-
-
-@contextmanager
-def _told_once(is_main: bool) -> Iterator[None]:
-    """A user's mistake is the same in every process of a run: the main one tells it."""
-    try:
-        yield
-    except UsageError as error:
-        if is_main:
-            raise
-        raise typer.Exit(error.exit_code) from error
 
 
 def _settings(offline: bool) -> Settings:

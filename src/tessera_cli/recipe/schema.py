@@ -12,7 +12,6 @@ from tessera_cli.recipe.eval_section import EvalSection, ExportSection
 from tessera_cli.recipe.hidden_section import HiddenLossSection
 from tessera_cli.recipe.section import (
     NonNegativeFloat,
-    NonNegativeInt,
     Number,
     PositiveFloat,
     Section,
@@ -80,7 +79,7 @@ class Recipe(Section):
 
     name: Annotated[str, Field(pattern=f"^{NAME_PATTERN.pattern}$")]
     """Names the run directory: letters, digits, dots, dashes and underscores."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63), Number] = 0
     """Fixes the order of the documents and every other random choice."""
     teacher: TeacherSection
     student: StudentSection

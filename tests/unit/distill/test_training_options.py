@@ -13,8 +13,8 @@ from tessera_cli.distill.training.checkpoint import load_checkpoint, save_checkp
 from tessera_cli.distill.training.lora import add_adapters, merge_adapters, save_adapters
 from tessera_cli.distill.training.processes import Processes
 from tessera_cli.distill.training.throughput import forward_flops
-from tessera_cli.distill.training.trainer import DivergedError, Trainer
-from tessera_cli.errors import UsageError
+from tessera_cli.distill.training.trainer import Trainer
+from tessera_cli.errors import DivergedError, UsageError
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.loader import load_decoder, save_decoder
 from tessera_cli.recipe.train_section import LoraSection, TrainSection

@@ -21,6 +21,7 @@ Write = Callable[[str], Path]
         (["loss.kd_weight=0", "loss.hidden.kind=none"], "`kd_weight` and `ce_weight` are both 0"),
         (["loss.mixture_weight=0.5"], "`kind: forward_kl` has no mixture"),
         (["loss.kind=jsd", "loss.mixture_weight=1"], "expected a number > 0 and < 1 or null, got 1"),
+        (["seed=9223372036854775808"], "expected an integer"),
         (["loss.temperature=0"], "expected a number > 0, got 0"),
         (["student.num_hidden_layers=null"], "required with `layers: even`"),
         (
@@ -50,7 +51,7 @@ Write = Callable[[str], Path]
         (["loss.hidden={kind: mse, weight: 0}"], "expected a number > 0"),
         (["name=../up"], "expected letters, digits"),
         (["data.max_seq_len=1"], "expected an integer ≥ 2, got 1"),
-        (["seed=-1"], "expected an integer ≥ 0, got -1"),
+        (["seed=-1"], "expected an integer ≥ 0 and < 9223372036854775808, got -1"),
     ],
 )
 def test_what_makes_no_sense_together_is_refused(

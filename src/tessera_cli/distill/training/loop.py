@@ -15,8 +15,8 @@ from tessera_cli.distill.runs.run_directory import RunDirectory
 from tessera_cli.distill.training.checkpoint import checkpoint_path, latest_checkpoint, save_checkpoint
 from tessera_cli.distill.training.interrupt import DeferredInterrupt
 from tessera_cli.distill.training.processes import Processes
-from tessera_cli.distill.training.trainer import DivergedError, Trainer
-from tessera_cli.errors import RunError
+from tessera_cli.distill.training.trainer import Trainer
+from tessera_cli.errors import DivergedError
 from tessera_cli.models.decoder import Decoder
 
 
@@ -94,7 +94,7 @@ def _told_what_diverged(
         known = [str(numbers[id(document)]) for document in blamed if id(document) in numbers]
         what = f"documents {', '.join(known)} of data.train" if known else f"{len(blamed)} documents"
         saved = f"the last checkpoint is {due.saved}" if due.saved else "there is no checkpoint"
-        raise RunError(f"{error.message}, on {what}; {saved}", hint=error.hint) from error
+        raise DivergedError(f"{error.message}, on {what}; {saved}", error.micro_batches) from error
 
 
 class _Due:

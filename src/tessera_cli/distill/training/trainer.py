@@ -20,21 +20,13 @@ from tessera_cli.distill.training.optimizer import StudentOptimizer
 from tessera_cli.distill.training.processes import Processes, Share
 from tessera_cli.distill.training.teacher_side import CachedTeacher, OnlineTeacher, TeacherSide
 from tessera_cli.distill.training.throughput import StepMeter
-from tessera_cli.errors import ModelError, RunError, UsageError
+from tessera_cli.errors import DivergedError, ModelError, RunError, UsageError
 from tessera_cli.recipe.schema import LossSection
 from tessera_cli.recipe.train_section import TrainSection
 
 if TYPE_CHECKING:
     from tessera_cli.distill.data.corpus import TrainBatch
     from tessera_cli.models.decoder import Decoder
-
-
-class DivergedError(RunError):
-    """Loss or gradient of a step are not finite; `micro_batches` are those whose loss is to blame."""
-
-    def __init__(self, message: str, micro_batches: Sequence[int]) -> None:
-        super().__init__(message, hint="lower train.learning_rate and start a new run")
-        self.micro_batches = micro_batches
 
 
 class Trainer:
