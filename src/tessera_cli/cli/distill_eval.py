@@ -37,7 +37,7 @@ def evaluate(
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE", help=f"{PAIR}: .jsonl or .parquet; may be repeated.", show_default=False
+            metavar="FILE", help=f"{PAIR}: .jsonl, .parquet or .txt; may be repeated.", show_default=False
         ),
     ] = None,
     data_format: Annotated[
@@ -118,7 +118,8 @@ def evaluate(
     if tasks is not None:
         from tessera_cli.serving.lm_eval_tasks import find_tasks
 
-        manager = find_tasks(tasks.split(","), task_dir)
+        names = [name.strip() for name in tasks.split(",")]
+        manager = find_tasks(names, task_dir)
     pair = {"teacher": teacher, "student": student, "data": data, "format": data_format}
     common = {"device": device, "home": settings.home, "offline": settings.offline}
     if run_dir is not None:
@@ -140,7 +141,7 @@ def evaluate(
         )
     document = measured.as_dict()
     if tasks is not None:
-        document["tasks"] = _run_tasks(measured, tasks.split(","), manager, task_limit, device)
+        document["tasks"] = _run_tasks(measured, names, manager, task_limit, device)
     _tell(document, output)
     bounds = {
         "max_kl": max_kl,

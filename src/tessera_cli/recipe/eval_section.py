@@ -22,4 +22,4 @@ class ExportSection(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The type of the stored weights; auto is the teacher's."""
     weights: Literal["last", "best"] = "last"
-    """Those of the last step, or of the evaluation with the lowest held-out KL, of which a checkpoint is kept."""
+    """Those of the last step, or of the evaluation with the lowest held-out KL, whose checkpoint is kept."""

@@ -15,24 +15,20 @@ def find_tasks(tasks: Sequence[str], task_dir: Path | None) -> "TaskManager":
     """What knows these tasks, of `task_dir` or of the harness; before any model is loaded.
 
     Raises:
-        UsageError: the harness is not installed, there is no such directory, or a task is unknown.
+        UsageError: the harness is not installed, there is no such directory, a task is unknown, or the
+            harness cannot load one, its documents included.
     """
     if find_spec("lm_eval") is None:
         raise UsageError("--tasks needs the lm-evaluation-harness", hint="pip install 'tessera-cli[lm-eval]'")
-    from lm_eval.tasks import TaskManager
-
-    if task_dir is not None:
-        if not task_dir.is_dir():
-            raise UsageError(f"no such directory of tasks: {task_dir}")
-        # The harness's own are thousands of files: they are read only where one of them is meant.
-        manager = TaskManager(include_path=str(task_dir), include_defaults=False)
-        if not _unknown(tasks, manager):
-            return manager
-    manager = TaskManager(include_path=None if task_dir is None else str(task_dir))
-    if unknown := _unknown(tasks, manager):
+    manager = _manager(tasks, task_dir)
+    try:
+        manager.load(list(tasks))
+    except Exception as error:  # a task is code and documents of anybody's
+        reason = (str(error).splitlines() or [""])[0]
         raise UsageError(
-            f"no such task: {', '.join(unknown)}", hint="`lm_eval ls tasks` lists them; --task-dir adds more"
-        )
+            f"{', '.join(tasks)} cannot be loaded: {type(error).__name__}: {reason}",
+            hint="check the task's file and its dataset; offline, only what was downloaded before is there",
+        ) from error
     return manager
 
 
@@ -55,6 +51,24 @@ def run_tasks(
         log_samples=False,
     )
     return {task: _figures(figures) for task, figures in results["results"].items()}
+
+
+def _manager(tasks: Sequence[str], task_dir: Path | None) -> "TaskManager":
+    from lm_eval.tasks import TaskManager
+
+    if task_dir is not None:
+        if not task_dir.is_dir():
+            raise UsageError(f"no such directory of tasks: {task_dir}")
+        # The harness's own are thousands of files: they are read only where one of them is meant.
+        manager = TaskManager(include_path=str(task_dir), include_defaults=False)
+        if not _unknown(tasks, manager):
+            return manager
+    manager = TaskManager(include_path=None if task_dir is None else str(task_dir))
+    if unknown := _unknown(tasks, manager):
+        raise UsageError(
+            f"no such task: {', '.join(unknown)}", hint="`lm_eval ls tasks` lists them; --task-dir adds more"
+        )
+    return manager
 
 
 def _unknown(tasks: Sequence[str], manager: "TaskManager") -> list[str]:

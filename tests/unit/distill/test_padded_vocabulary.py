@@ -1,4 +1,4 @@
-"""Models of one tokenizer whose vocabularies are padded to other sizes: what is beyond the ids is not there."""
+"""Models of one tokenizer, padded to vocabularies of other sizes: what is beyond the ids is not there."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tessera_cli.distill.evaluation.measured import Measured
 from tessera_cli.distill.evaluation.pair import evaluate_pair
 from tessera_cli.distill.pipeline import run_recipe
 from tessera_cli.distill.plan import plan_recipe
@@ -140,20 +141,33 @@ def test_any_two_models_of_one_tokenizer_are_measured_in_its_ids(
     documents: Path, tiny_model_dir: Path, tiny_untied_model_dir: Path, tmp_path: Path
 ) -> None:
     def figures(teacher: Path, student: Path):
-        return evaluate_pair(
-            str(teacher),
-            str(student),
-            [DataSource(path=str(documents), format="text")],
-            limit=10_000,
-            max_seq_len=64,
-            train_on="all",
-            device="cpu",
-            home=tmp_path,
-            offline=True,
-        ).student
+        return measured(teacher, student, documents, home=tmp_path).student
 
     plain = figures(tiny_model_dir, tiny_untied_model_dir)
     padded = with_rows(tiny_untied_model_dir, tmp_path / "untied", 999)
     assert figures(tiny_model_dir, padded) == plain
     assert plain.kl > 0
     assert figures(padded, padded).kl == 0
+
+
+def test_a_pair_of_which_one_has_fewer_rows_than_ids_is_refused(
+    documents: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    short = with_rows(tiny_model_dir, tmp_path / "short", Tokenizer.from_dir(tiny_model_dir).num_ids - 1)
+    for teacher, student in ((short, short), (short, tiny_model_dir), (tiny_model_dir, short)):
+        with pytest.raises(ModelError, match="vocabulary rows, its tokenizer"):
+            measured(teacher, student, documents, home=tmp_path)
+
+
+def measured(teacher: Path, student: Path, documents: Path, *, home: Path) -> Measured:
+    return evaluate_pair(
+        str(teacher),
+        str(student),
+        [DataSource(path=str(documents), format="text")],
+        limit=10_000,
+        max_seq_len=64,
+        train_on="all",
+        device="cpu",
+        home=home,
+        offline=True,
+    )

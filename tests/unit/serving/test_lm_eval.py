@@ -204,3 +204,12 @@ def test_an_unknown_task_is_refused_before_any_work(tasks: Path) -> None:
         find_tasks(["tiny_choices"], tasks / "missing")
     with pytest.raises(UsageError, match="no such task: tiny_choice_"):
         find_tasks(["tiny_choices", "hellaswag", "tiny_choice_"], tasks)
+
+
+def test_a_task_whose_documents_cannot_be_had_is_refused_before_any_work(
+    tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    (tmp_path / "rows.jsonl").unlink()
+    with pytest.raises(UsageError, match="tiny_choices cannot be loaded: FileNotFoundError"):
+        find_tasks(["tiny_choices"], tasks)

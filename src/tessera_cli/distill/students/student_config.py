@@ -182,19 +182,17 @@ def common_rows(path: Path, student: ModelConfig, teacher: ModelConfig, tokenize
     All, where they have as many; else those of the ids of their one `tokenizer`: what is beyond is padding.
 
     Raises:
-        ModelError: the tokenizers differ, or the student has too few rows for its own.
+        ModelError: the tokenizers differ, or one of the two models has too few rows for them.
     """
     if Tokenizer.from_dir(path).fingerprint() != tokenizer.fingerprint():
         raise ModelError(
             f"the student {path} and the teacher {tokenizer.path} have different tokenizers",
             hint="the same ids would mean different text: distil between models of one tokenizer",
         )
-    if student.vocab_size == teacher.vocab_size:
-        return teacher.vocab_size
-    if student.vocab_size < tokenizer.num_ids:
+    if min(student.vocab_size, teacher.vocab_size) < tokenizer.num_ids:
         raise ModelError(
             f"the student {path} has {student.vocab_size} vocabulary rows, its tokenizer {tokenizer.num_ids}"
             f" ids, and the teacher {tokenizer.path} has {teacher.vocab_size} rows",
             hint="add the missing rows with transformers' `resize_token_embeddings`",
         )
-    return tokenizer.num_ids
+    return teacher.vocab_size if student.vocab_size == teacher.vocab_size else tokenizer.num_ids
