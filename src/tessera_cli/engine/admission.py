@@ -16,7 +16,7 @@ def check_request(sequence: Sequence, config: EngineConfig, *, is_known: bool) -
 
     Raises:
         UsageError: an empty prompt, a request id that is still in use, a priority that is not heeded or is no
-            whole number, or a salt that is no text.
+            whole number, a salt that is no text, or prompt log-probabilities from beyond the prompt's end.
         CapacityError: a prompt that leaves no room for output, or more samples than can run at once.
     """
     if is_known:
@@ -35,6 +35,13 @@ def check_request(sequence: Sequence, config: EngineConfig, *, is_known: bool) -
             f"priority is {sequence.priority}, and the engine goes by arrival alone",
             hint='leave the priority out, or use scheduling_policy="priority"',
             param="priority",
+        )
+    first = sequence.params.prompt_logprobs_start
+    if first > sequence.num_tokens:
+        raise UsageError(
+            f"prompt_logprobs_start is {first}, and the prompt has {sequence.num_tokens} tokens",
+            hint="give a position in the prompt, counted from 0",
+            param="prompt_logprobs_start",
         )
     if sequence.num_tokens >= config.max_model_len:
         raise CapacityError(

@@ -8,6 +8,7 @@ import pytest
 
 from tessera_cli.engine.admission import check_prompt
 from tessera_cli.engine.engine import Engine
+from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.errors import TesseraError, UsageError
 from tests.engines import greedy, make_engine, run_to_end, tiny_decoder
 
@@ -34,6 +35,7 @@ def engine(tiny_model_dir: Path) -> Engine:
         ([5] * 9, {"cache_salt": b"salt"}),
         ([5] * 9, {"cache_salt": 1}),
         ([5] * 9, {"request_id": "first"}),
+        ([5] * 9, {"params": SamplingParams(prompt_logprobs=0, prompt_logprobs_start=10)}),
     ],
 )
 def test_a_refused_request_leaves_the_others_and_the_cache_alone(
@@ -58,6 +60,14 @@ def test_any_text_is_a_salt(engine: Engine, salt: str) -> None:
         engine.add_request(request_id, [6] * 9, greedy(3), cache_salt=own)
         run_to_end(engine)
     assert engine.stats().prefix_cache_hits == 8
+
+
+def test_prompt_logprobs_may_start_anywhere_in_the_prompt_and_behind_its_last_token(engine: Engine) -> None:
+    for start in range(10):
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=start)
+        engine.add_request("r", [5] * 9, params)
+        told = run_to_end(engine)["r"].prompt_logprobs
+        assert [one is not None for one in told or ()] == [index >= max(start, 1) for index in range(9)]
 
 
 def test_whatever_counts_is_a_token_id() -> None:
