@@ -351,9 +351,9 @@ def test_lists_are_read_strictly():
         "tpot": 30.0,
         "e2el": 1000.0,
     }
-    for text in ("ttft", "ttft:0", "ttft:inf", "ttft:nan", "ttft:1,ttft:2", "queue:3"):
+    for text in ("", ",", "ttft", "ttft:0", "ttft:inf", "ttft:nan", "ttft:1,ttft:2", "queue:3"):
         with pytest.raises(UsageError):
             parse_bounds([text], "--goodput", METRICS)
-    for text in ("", "-1", "nan", "50,50.0"):
+    for text in ("", "-1", "nan", "50,50.0", "100,99.99999"):
         with pytest.raises(UsageError):
             parse_percentiles(text)

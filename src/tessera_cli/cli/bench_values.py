@@ -29,6 +29,10 @@ def parse_percentiles(text: str) -> list[float]:
         raise UsageError(f"--percentiles {text!r} is not a list of numbers", hint="such as 50,99") from error
     if not all(0 <= percent <= 100 for percent in percents):
         raise UsageError(f"--percentiles {text!r} has one outside 0 to 100", hint="such as 50,99")
+    if any(float(f"{percent:g}") != percent for percent in percents):
+        raise UsageError(
+            f"--percentiles {text!r} has one of more than six digits", hint="its name would be another's"
+        )
     if len(set(percents)) < len(percents):
         raise UsageError(f"--percentiles {text!r} has one twice", hint="such as 50,99")
     return percents
@@ -41,7 +45,7 @@ def parse_bounds(texts: list[str] | None, option: str, metrics: Sequence[str]) -
         UsageError: none of `metrics`, one given twice, or no positive number.
     """
     bounds: dict[str, float] = {}
-    for part in (part for text in texts or () for part in text.replace(",", " ").split()):
+    for part in (part for text in texts or () for part in text.replace(",", " ").split() or [text]):
         metric, _, number = part.partition(":")
         try:
             bound = float(number)
