@@ -65,8 +65,8 @@ def _cards(report: Report) -> list[tuple[str, str, str]]:
         ("perplexity", f"{end.student_perplexity:,.1f}", f"the teacher's {end.teacher_perplexity:,.1f}"),
         (
             "parameters",
-            f"{report.student.num_parameters / 1e6:,.0f} M",
-            f"of the teacher's {report.teacher.num_parameters / 1e6:,.0f} M",
+            f"{report.student.num_parameters / 1e6:,.1f} M",
+            f"of the teacher's {report.teacher.num_parameters / 1e6:,.1f} M",
         ),
     ]
     if speed.num_speed_prompts:
