@@ -6,14 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tessera_cli.cli.answers import Answer, cut_notes
 from tessera_cli.cli.app import run
-from tessera_cli.cli.prompt_line import Prompt
-from tessera_cli.cli.prompts import check_params, check_priorities, conversations_of, sampling_of
 from tessera_cli.engine.engine import Engine
-from tessera_cli.engine.sampling_params import SamplingParams, StructuredOutput
-from tessera_cli.errors import DataError, ExitCode, UsageError
-from tessera_cli.files import write_file
+from tessera_cli.errors import ExitCode
 
 ENGINE = ["--num-blocks", "128", "--max-num-seqs", "8", "--device", "cpu", "--dtype", "float32"]
 
@@ -28,12 +23,6 @@ def tessera(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]):
         return code, captured.out, captured.err
 
     return call
-
-
-def prompt(
-    text: str | None = None, messages: list[dict[str, str]] | None = None, **sampling: object
-) -> Prompt:
-    return Prompt(text, messages, sampling, "prompts.jsonl line 1")
 
 
 def records(text: str) -> list[dict]:
@@ -212,12 +201,6 @@ def test_a_wrong_command_line_is_told_before_any_work(tessera, arguments: list[s
     assert "hint: " in err
 
 
-def test_prompt_i_samples_with_seed_plus_i_unless_it_has_its_own():
-    base = SamplingParams(temperature=1.0, max_tokens=9)
-    params = sampling_of([prompt("a"), prompt("b", seed=3, max_tokens=2), prompt("c")], base, 10)
-    assert [(one.seed, one.max_tokens) for one in params] == [(10, 9), (3, 2), (12, 9)]
-
-
 def test_several_answers_to_a_prompt_have_records_of_their_own(tessera):
     options = ("--n", "3", "--temperature", "2", "--max-tokens", "6", "--ignore-eos")
     code, out, err = tessera("-p", "The quick", "-p", "Pages", *options)
@@ -312,77 +295,12 @@ def test_a_line_has_sampling_of_its_own(tessera, tmp_path: Path):
     assert len({entry["token"] for entry in biased["logprobs"]["content"]}) == 1
 
 
-def test_a_line_that_contradicts_the_command_line_is_named():
-    base = SamplingParams(max_tokens=9, min_tokens=5)
-    with pytest.raises(DataError, match="line 1: min_tokens=5"):
-        sampling_of([prompt("a", max_tokens=2)], base, 0)
-    check_priorities([prompt("a")], "fcfs")
-
-
-def test_what_is_refused_is_named_with_its_prompt_and_looked_at_once():
-    asked: list[SamplingParams] = []
-
-    def check(params: SamplingParams) -> None:
-        asked.append(params)
-        if params.stop_token_ids:
-            raise UsageError("no such token")
-
-    params = [SamplingParams(seed=1), SamplingParams(seed=2), SamplingParams(stop_token_ids=(9,))]
-    with pytest.raises(DataError, match="line 1: no such token"):
-        check_params([prompt("a")] * 3, params, check)
-    assert asked == [params[0], params[2]]
-
-
-def test_what_the_command_line_asks_for_is_named_by_its_option_and_a_lines_own_by_the_line():
-    def check(params: SamplingParams) -> None:
-        raise UsageError("regex cannot be compiled", param="regex")
-
-    params = [SamplingParams(structured_output=StructuredOutput(regex="("))]
-    with pytest.raises(UsageError, match=r"^--regex cannot be compiled"):
-        check_params([prompt("a")], params, check)
-    with pytest.raises(DataError, match="line 1: regex cannot be compiled"):
-        check_params([prompt("a", structured_output=params[0].structured_output)], params, check)
-
-
 def test_a_trace_tells_of_every_step(tessera, tmp_path: Path):
     target = tmp_path / "trace.jsonl"
     assert tessera("-p", "The", "--max-tokens", "5", "--ignore-eos", "--trace", str(target))[0] == 0
     _, *steps = records(target.read_text())
     assert len(steps) == 5
     assert "The" not in target.read_text()
-
-
-def test_what_has_no_place_in_the_template_is_refused():
-    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    assert conversations_of([prompt("a")], None, None, has_template=False) is None
-    assert conversations_of([prompt("a")], False, None, has_template=True) is None
-    with pytest.raises(UsageError, match="no chat template"):
-        conversations_of([prompt("a")], True, None, has_template=False)
-    with pytest.raises(DataError, match="line 1: `messages`"):
-        conversations_of([prompt(messages=chat)], False, None, has_template=True)
-    with pytest.raises(DataError, match="system message of its own"):
-        conversations_of([prompt(messages=chat)], None, "t", has_template=True)
-
-
-def test_what_cut_an_answer_is_named():
-    def answer(reason: str, num_tokens: int) -> Answer:
-        return Answer(0, 0, "p", None, "t", reason, None, 3, num_tokens, 1.0, None)
-
-    notes = cut_notes([answer("length", 8), answer("length", 5), answer("stop", 8)], [8])
-    assert notes == [
-        "1 of 3 answers is cut by --max-tokens (finish_reason length)",
-        "1 of 3 answers is cut by --max-model-len (finish_reason length)",
-    ]
-    assert cut_notes([answer("stop", 8)], [8]) == []
-
-
-def test_a_file_that_cannot_be_written_whole_is_not_touched(tmp_path: Path):
-    target = tmp_path / "a.txt"
-    target.write_text("old")
-    with pytest.raises(UnicodeEncodeError):
-        write_file(target, "good then \ud800")
-    assert target.read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
 def test_a_directory_closed_to_writing_is_told_before_any_work(
