@@ -13,7 +13,6 @@ from tessera_cli.recipe.hidden_section import HiddenLossSection
 from tessera_cli.recipe.section import (
     NonNegativeFloat,
     Number,
-    PositiveFloat,
     Section,
     Text,
     problem,
@@ -46,8 +45,8 @@ class LossSection(Section):
 
     kind: LossKind = "forward_kl"
     """The divergence."""
-    temperature: PositiveFloat = 1.0
-    """T: divides the logits of both models in the divergence."""
+    temperature: Annotated[float, Field(ge=0.01, le=100), Number] = 1.0
+    """T: divides the logits of both models in the divergence; beyond its bounds little is left to learn."""
     mixture_weight: Annotated[float, Field(gt=0, lt=1), Number] | None = None
     """The teacher's share in the mixture of jsd (0.5), skew_kl (0.1) or skew_reverse_kl (0.9)."""
     kd_weight: NonNegativeFloat = 1.0

@@ -106,6 +106,17 @@ def test_a_step_that_overflows_float16_changes_no_weight_and_lowers_the_scale() 
     assert (trainer.step, events) == (1, [Note("step 1 overflowed float16 and was left out")])
 
 
+def test_a_step_that_overflows_float16_leaves_the_average_alone() -> None:
+    student = make_decoder(2)
+    trainer = make_trainer(student, make_decoder(1), dtype="float16", ema_decay=0.5)
+    first, second = make_steps(2)
+    assert trainer.train_step(first) is not None
+    before = {name: tensor.clone() for name, tensor in trainer.state_dict().average.items()}
+    student.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+    assert trainer.train_step(second) is None
+    assert_same_bits(trainer.state_dict().average, before)
+
+
 def test_a_loss_that_is_not_finite_blames_its_micro_batch() -> None:
     teacher = make_decoder(1, tied=False)
     first, second = (build_batch(make_documents([6], seed)) for seed in (0, 1))

@@ -22,7 +22,8 @@ Write = Callable[[str], Path]
         (["loss.mixture_weight=0.5"], "`kind: forward_kl` has no mixture"),
         (["loss.kind=jsd", "loss.mixture_weight=1"], "expected a number > 0 and < 1 or null, got 1"),
         (["seed=9223372036854775808"], "expected an integer"),
-        (["loss.temperature=0"], "expected a number > 0, got 0"),
+        (["loss.temperature=0"], "expected a number ≥ 0.01 and ≤ 100, got 0"),
+        (["loss.temperature=1e-30"], "expected a number ≥ 0.01 and ≤ 100, got 1e-30"),
         (["student.num_hidden_layers=null"], "required with `layers: even`"),
         (
             ["student.layers=importance", "student.num_hidden_layers=null"],

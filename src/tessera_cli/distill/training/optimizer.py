@@ -65,9 +65,11 @@ class StudentOptimizer:
         rate = learning_rate(number, self._num_steps, self._train)
         for group in self._adamw.param_groups:
             group["lr"] = rate
+        scale = self._scaler.get_scale()
         self._scaler.step(self._adamw)
         self._scaler.update()
-        if self.average is not None:
+        # A step that was left out lowers the scale; it is none to the average either.
+        if self.average is not None and self._scaler.get_scale() >= scale:
             self.average.update()
         return rate
 
