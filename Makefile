@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: help setup demo test lint format bench bench-engine bench-serve bench-kernels bench-distill gpu-check shim-sanitizers docs clean
+.PHONY: help setup demo test lint format bench bench-start bench-engine bench-serve bench-kernels bench-distill gpu-check shim-sanitizers docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "lint    style, types, layers and generated pages, as CI checks them"
 	@echo "format  let ruff rewrite the style"
 	@echo "bench   the newest student at 1, 8 and 64 requests at a time"
+	@echo "bench-start      what a start costs beside importing torch and reading the weights"
 	@echo "bench-engine     where the time of a step goes, and what the scheduler itself costs"
 	@echo "bench-kernels    the compiled CPU kernels beside what they replace"
 	@echo "bench-distill    the chunked loss beside a plain one, training steps beside the machine's rate"
@@ -66,6 +67,9 @@ bench: setup
 bench-engine: setup
 	$(BIN)/python benchmarks/engine_scheduler.py
 	$(BIN)/python benchmarks/engine_step.py
+
+bench-start: setup
+	$(BIN)/python -m benchmarks.start
 
 bench-kernels: setup
 	$(BIN)/python benchmarks/kernels.py
