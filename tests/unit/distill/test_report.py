@@ -10,14 +10,14 @@ import torch
 from tessera_cli.distill.data.corpus import Document
 from tessera_cli.distill.evaluation.curves import draw_curve
 from tessera_cli.distill.evaluation.provenance import Provenance
-from tessera_cli.distill.evaluation.report import Report, render_report
+from tessera_cli.distill.evaluation.report import Report, loss_in_words, render_report
 from tessera_cli.distill.evaluation.samples import Comparison, Sample, compare, held_out_prompts
 from tessera_cli.distill.events import Evaluated, TrainStep
 from tessera_cli.distill.students.student import build_student
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.loader import load_decoder
 from tessera_cli.models.tokenizer import Tokenizer
-from tessera_cli.recipe.schema import Recipe
+from tessera_cli.recipe.schema import LossSection, Recipe
 
 
 def train_step(step: int, loss: float) -> TrainStep:
@@ -87,6 +87,21 @@ def test_the_report_has_the_figures_before_and_after(report):
     assert "layers 0, 2 of `org/teacher`" in text
     assert "300 tokens, 180 of them supervised" in text
     assert "- data.train: 1 of 9 documents are left out" in text
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({}, "1 × forward_kl at T=1"),
+        ({"kd_weight": 0, "ce_weight": 0.5}, "0.5 × cross-entropy"),
+        ({"kd_weight": 0, "hidden": {"kind": "mse", "weight": 2}}, "2 × mse of hidden states"),
+        ({"hidden": {"kind": "cosine"}}, "1 × forward_kl at T=1 + 1 × cosine of hidden states"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_term_of_the_loss_is_named_and_no_other(report, keys, words):
+    loss = LossSection.model_validate(keys)
+    assert loss_in_words(report.recipe.model_copy(update={"loss": loss})) == words
 
 
 def test_what_models_say_cannot_become_markup(report):

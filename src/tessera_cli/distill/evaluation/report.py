@@ -90,6 +90,8 @@ def loss_in_words(recipe: Recipe) -> str:
     loss = recipe.loss
     terms = [f"{loss.kd_weight:g} × {loss.kind} at T={loss.temperature:g}"] if loss.kd_weight else []
     terms += [f"{loss.ce_weight:g} × cross-entropy"] if loss.ce_weight else []
+    if loss.hidden.weight is not None:
+        terms.append(f"{loss.hidden.weight:g} × {loss.hidden.kind} of hidden states")
     return " + ".join(terms)
 
 
