@@ -189,6 +189,24 @@ def test_an_empty_directory_is_no_dataset(tmp_path):
     assert "load_dataset" in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("script.py", b"x = 1"),  # RuntimeError
+        ("train.jsonl", b""),  # StopIteration within `datasets`
+        ("train.jsonl", b'{"text": "a"'),
+        ("train.csv", b"text\n\xe9\n"),
+        ("train.zip", b"PK"),
+        ("README.md", b"---\n: [\n---\n"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_directory_that_datasets_cannot_read_is_told_whatever_it_raises(tmp_path, name, content, streaming):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=r"cannot be read after 0 rows: .+"):
+        rows(dataset=str(tmp_path), format="text", streaming=streaming)
+
+
 def test_a_dataset_of_the_hub_is_asked_for_by_its_name_split_and_revision(monkeypatch):
     asked = {}
 

@@ -18,7 +18,6 @@ def dataset_rows(source: DataSource, *, streaming: bool) -> Iterator[PlacedRow]:
         DataError: no such dataset, configuration, split or revision, or no way to it.
     """
     import datasets
-    import pyarrow
 
     number = 0
     is_local = Path(str(source.dataset)).is_dir()
@@ -34,9 +33,9 @@ def dataset_rows(source: DataSource, *, streaming: bool) -> Iterator[PlacedRow]:
         for row in rows:
             number += 1
             yield f"{source.place} row {number}", without_nulls(row)
-    # ConnectionError and all that the hub's client raises are OSErrors; a name that is not there is a
-    # ValueError with the names that are.
-    except (OSError, ValueError, pyarrow.ArrowException, datasets.exceptions.DatasetsError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # a dataset is anybody's files in any form, and each reader has its own errors
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(
             f"{source.place} cannot be read after {number} rows: {reason}", hint=_hint(error, is_local)
