@@ -8,6 +8,7 @@ import pytest
 from tessera_cli.cli.app import run
 from tessera_cli.cli.simulate_options import parse_slo
 from tessera_cli.errors import ExitCode, UsageError
+from tessera_cli.models.quantization import INT8_CONFIG
 
 COSTS = ["--step-ms", "10", "--num-blocks", "200", "--max-model-len", "512"]
 GPU = ["--gpu", "l4", "--dtype", "bfloat16"]
@@ -204,6 +205,12 @@ def test_mistakes_are_told_before_any_step(tessera, options: list[str], told: st
 def test_what_does_not_fit_a_gpu_is_told(tessera, config_json: str, options: list[str], told: str):
     code, _, err = tessera(config_json, *options)
     assert (code, told in err) == (ExitCode.USAGE, True)
+
+
+def test_int8_weights_have_no_figures_of_a_gpu(tessera, config_json: str):
+    Path(config_json).write_text(json.dumps(MODEL | {"quantization_config": INT8_CONFIG}))
+    code, _, err = tessera(config_json, *GPU)
+    assert (code, "16-bit weights, not int8" in err) == (ExitCode.USAGE, True)
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft:x", "ttft:0", "ttft:nan", "speed:3", "ttft:1,ttft:2", ":3"])

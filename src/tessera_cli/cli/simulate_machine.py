@@ -109,6 +109,11 @@ def _on_gpu(context: typer.Context, gpu: Gpu, settings: Settings, output: Output
 
     given = context.params
     model = _read_model(context, settings, output)
+    if model.quantization != "none":
+        raise UsageError(
+            f"the figures of {gpu.name} are for 16-bit weights, not {model.quantization}",
+            hint="take the model that it was made of, or give its cost as --step-ms",
+        )
     dtype = _dtype(context, model)
     default = Efficiency()
     compute, memory = given["compute_efficiency"], given["memory_efficiency"]
