@@ -106,6 +106,8 @@ def suggest(path: KeyPath) -> str:
 
 def expectation(path: KeyPath) -> str:
     """What the schema expects at `path`, such as ``an integer ≥ 1``."""
+    if path and isinstance(path[-1], int):
+        return _describe(key_schemas().get(_pattern(path[:-1]), {}).get("items", {}))
     return _describe(key_schemas().get(_pattern(path), {}))
 
 

@@ -99,6 +99,11 @@ def test_an_override_wins_even_with_the_default_zero_empty_or_null(write: Write,
         ("train.learning_rate=.nan", "train.learning_rate: expected a number > 0, got NaN"),
         ("train.warmup_ratio=1", "train.warmup_ratio: expected a number ≥ 0 and < 1, got 1"),
         ("train.max_steps=-1", "train.max_steps: expected an integer ≥ 1 or null, got -1"),
+        (
+            "train.trackers=[board]",
+            'train.trackers.0: expected one of "tensorboard", "wandb", "mlflow", got "board"',
+        ),
+        ("data.eval=[3]", "data.eval.0: expected a section, got 3"),
         ("data.eval=[]", "data.eval: expected a non-empty list, got []"),
     ],
 )
