@@ -89,9 +89,7 @@ def watch(engine: Engine, model: Decoder) -> Stopwatch:
     return watch
 
 
-def _forward(
-    watch: Stopwatch, model: Decoder, attention: Any, forward: Forward, batch: Batch
-) -> Tensor:
+def _forward(watch: Stopwatch, model: Decoder, attention: Any, forward: Forward, batch: Batch) -> Tensor:
     """A step's forward, and afterwards its products and attention again, alone, on numbers of its shapes.
 
     All layers are one compiled call, into which no watch reaches. What a call costs by itself is not counted.

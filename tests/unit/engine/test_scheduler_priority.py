@@ -27,7 +27,7 @@ def running(scheduler: Scheduler) -> list[str]:
 @pytest.mark.parametrize("priority", [-1, 1])
 def test_a_priority_under_fcfs_is_refused(priority: int) -> None:
     scheduler = make_scheduler()
-    with pytest.raises(UsageError, match=f"priority {priority}") as caught:
+    with pytest.raises(UsageError, match=f"priority is {priority}") as caught:
         add(scheduler, "a", 3, priority)
     assert caught.value.hint is not None
     assert not scheduler.has_unfinished()

@@ -12,8 +12,8 @@ from tessera_cli.engine.stats import percentile
 from tessera_cli.errors import CapacityError, UsageError
 from tessera_cli.serving.cost_model import Efficiency, LinearCost, RooflineCost, StepLoad
 from tessera_cli.serving.gpus import GPUS, find_gpu
-from tessera_cli.serving.simulated_load import SimulatedLoad
 from tessera_cli.serving.load_result import METRICS, Distribution
+from tessera_cli.serving.simulated_load import SimulatedLoad
 from tessera_cli.serving.simulation_result import SimulationResult
 from tessera_cli.serving.simulator import simulate
 from tessera_cli.serving.workload import gamma_arrivals, random_requests
