@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 
@@ -38,13 +39,18 @@ def create_app(
     """
 
     async def load_model(app: FastAPI) -> None:
+        # This thread ends, and its OpenMP team with it: with a second team beside the engine's there are more
+        # OpenMP threads than cores, and all of them sleep where they would spin, a third of a decode step.
+        loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tessera-loader")
         try:
-            make = await asyncio.to_thread(load)
+            make = await asyncio.get_running_loop().run_in_executor(loader, load)
             app.state.async_llm = make()
         except Exception as error:
             on_failure(error)
         else:
             on_ready()
+        finally:
+            loader.shutdown(wait=False)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
