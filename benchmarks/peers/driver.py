@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TextIO
 
 Add = Callable[[str, list[int], int], None]
 """Adds a request: its id, its prompt's token ids, and how many tokens to answer, whatever they are."""
@@ -16,24 +16,29 @@ Step = Callable[[], Iterable[tuple[str, list[int], bool]]]
 """Lets the engine do a step: ids, new token ids, and whether the request is done."""
 
 
-def serve(version: str, add: Add, step: Step) -> None:
+def keep_stdout() -> TextIO:
+    """The real stdout, for answers alone: libraries, which print what they like, get stderr in its place."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return out
+
+
+def serve(out: TextIO, version: str, add: Add, step: Step) -> None:
     """Answer workloads until stdin ends, with an engine in this process."""
 
     def run(requests: list[tuple[list[int], int]], concurrency: int) -> dict[str, Any]:
         return run_closed_loop(requests, concurrency, add, step)
 
-    answer(version, run, [os.getpid()])
+    answer(out, version, run, [os.getpid()])
 
 
 def answer(
+    out: TextIO,
     version: str,
     run: Callable[[list[tuple[list[int], int]], int], dict[str, Any]],
     pids: list[int],
 ) -> None:
     """Like `serve`, for what runs a whole list of requests by itself; the memory of `pids` is told."""
-    # Libraries print what they like: the real stdout is kept for answers.
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     print(json.dumps({"version": version}), file=out, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.peers.driver import answer, summary
+from benchmarks.peers.driver import answer, keep_stdout, summary
 
 NUM_SLOTS, TOKENS_PER_SLOT = 64, 640
 
@@ -64,6 +64,7 @@ async def load(url: str, requests: list[tuple[list[int], int]], concurrency: int
 
 def main() -> None:
     server, gguf, threads = sys.argv[1:]
+    out = keep_stdout()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -91,6 +92,7 @@ def main() -> None:
             time.sleep(0.1)
         line = next(line for line in version.splitlines() if line.startswith("version"))
         answer(
+            out,
             line,
             lambda requests, concurrency: asyncio.run(load(url, requests, concurrency)),
             [process.pid],

@@ -2,10 +2,11 @@
 
 import sys
 
-from benchmarks.peers.driver import serve
+from benchmarks.peers.driver import keep_stdout, serve
 
 if __name__ == "__main__":
     model, precision, threads = sys.argv[1:]
+    out = keep_stdout()
 
     import numpy as np
     import openvino
@@ -44,4 +45,4 @@ if __name__ == "__main__":
                 outputs.append((request_id, tokens, done))
         return outputs
 
-    serve(genai.__version__, add, step)
+    serve(out, genai.__version__, add, step)

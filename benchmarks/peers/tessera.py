@@ -2,10 +2,11 @@
 
 import sys
 
-from benchmarks.peers.driver import serve
+from benchmarks.peers.driver import keep_stdout, serve
 
 if __name__ == "__main__":
     model, quantization = sys.argv[1:]
+    out = keep_stdout()
 
     from tessera_cli import __version__
     from tessera_cli.engine.sampling_params import SamplingParams
@@ -22,4 +23,4 @@ if __name__ == "__main__":
         outputs = engine.step()
         return [(out.request_id, out.new_token_ids, out.finish_reason is not None) for out in outputs]
 
-    serve(__version__, add, step)
+    serve(out, __version__, add, step)

@@ -5,10 +5,11 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.peers.driver import answer, summary
+from benchmarks.peers.driver import answer, keep_stdout, summary
 
 if __name__ == "__main__":
     (model_dir,) = sys.argv[1:]
+    out = keep_stdout()
 
     import torch
     import transformers
@@ -40,4 +41,4 @@ if __name__ == "__main__":
                 tokens[key] = row[width : width + length]
         return summary(time.perf_counter() - start, added, first, last, tokens)
 
-    answer(transformers.__version__, run, [os.getpid()])
+    answer(out, transformers.__version__, run, [os.getpid()])

@@ -2,10 +2,11 @@
 
 import sys
 
-from benchmarks.peers.driver import serve
+from benchmarks.peers.driver import keep_stdout, serve
 
 if __name__ == "__main__":
     model, dtype = sys.argv[1:]
+    out = keep_stdout()
 
     import vllm
     from vllm import EngineArgs, LLMEngine, SamplingParams
@@ -28,4 +29,4 @@ if __name__ == "__main__":
             told[output.request_id] = len(tokens)
         return outputs
 
-    serve(vllm.__version__, add, step)
+    serve(out, vllm.__version__, add, step)
