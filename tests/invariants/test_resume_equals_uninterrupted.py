@@ -1,10 +1,10 @@
 """N steps, a checkpoint, and N steps more by fresh objects equal 2N steps, bit by bit."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from tessera_cli.distill.training import checkpoint
 from tessera_cli.distill.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from tessera_cli.distill.training.trainer import Trainer
 from tests.training_factories import assert_same_bits, make_decoder, make_steps, make_trainer
@@ -67,7 +67,7 @@ def test_a_run_that_dies_while_it_saves_resumes_from_the_checkpoint_before(
     save_checkpoint(tmp_path, dying.state_dict(), fingerprints=FINGERPRINTS, keep=2)
     _run(dying, 3, 6)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.os, "fsync", _interrupt)
+        patch.setattr(os, "fsync", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(tmp_path, dying.state_dict(), fingerprints=FINGERPRINTS, keep=2)
 

@@ -6,22 +6,10 @@ from typing import Any, cast
 
 from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.errors import UsageError
+from tessera_cli.serving.shared_fields import SHARED_FIELDS
 
 Messages = list[dict[str, str]]
 
-# The fields that both sides call the same and that a default need not be sent for.
-_SAME_NAMES = (
-    "top_p",
-    "n",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-)
 _DEFAULTS = {one.name: one.default for one in fields(SamplingParams)}
 
 
@@ -71,7 +59,7 @@ class ServerRequest:
             "temperature": params.temperature,
         }
         fields |= {
-            name: getattr(params, name) for name in _SAME_NAMES if getattr(params, name) != _DEFAULTS[name]
+            name: getattr(params, name) for name in SHARED_FIELDS if getattr(params, name) != _DEFAULTS[name]
         }
         if params.stop:
             fields["stop"] = list(params.stop)

@@ -130,7 +130,7 @@ def test_bytes_that_are_no_tensors_are_an_error_of_the_user(tmp_path: Path) -> N
 def _stopped_at(moment: int, error: BaseException) -> Iterator[None]:
     """The process is stopped by `error` when it flushes for the `moment`-th time."""
     calls = 0
-    sync = checkpoint._sync
+    sync = checkpoint.sync
 
     def stop(path: Path) -> None:
         nonlocal calls
@@ -140,7 +140,7 @@ def _stopped_at(moment: int, error: BaseException) -> Iterator[None]:
         sync(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "_sync", stop)
+        patch.setattr(checkpoint, "sync", stop)
         yield
 
 

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tessera_cli.errors import RunError, UsageError
+from tessera_cli.files import sync
 
 MANIFEST_FILE = "cache.json"
 RECORDS_FILE = "shards.jsonl"
@@ -158,12 +159,12 @@ class CacheDirectory:
                 save_file(dict(tensors), temporary)
                 # safetensors writes for its owner only.
                 temporary.chmod((self.path / MANIFEST_FILE).stat().st_mode & 0o777)
-                _sync(temporary)
+                sync(temporary)
                 digest = file_sha256(temporary)
                 temporary.replace(file)
             finally:
                 temporary.unlink(missing_ok=True)
-            _sync(self.path)
+            sync(self.path)
             return file.stat().st_size, digest
 
     def add(self, record: ShardRecord) -> None:
@@ -187,11 +188,11 @@ class CacheDirectory:
         temporary = self.path / f".{name}.tmp"
         try:
             temporary.write_text(text, encoding="utf-8")
-            _sync(temporary)
+            sync(temporary)
             temporary.replace(self.path / name)
         finally:
             temporary.unlink(missing_ok=True)
-        _sync(self.path)
+        sync(self.path)
 
 
 def file_sha256(path: Path) -> str:
@@ -209,14 +210,6 @@ def _told(path: Path) -> Iterator[None]:
         raise RunError(
             f"cannot write {path}: {reason}", hint="make room on the disk; what is complete is kept"
         ) from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _short(value: str | None) -> str:

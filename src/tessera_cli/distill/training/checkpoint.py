@@ -4,7 +4,6 @@ A checkpoint is a directory `step-000100` with the student's weights, AdamW's st
 written under another name, flushed to the disk and renamed, so a directory of that name is complete.
 """
 
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tessera_cli.errors import RunError, UsageError
+from tessera_cli.files import sync
 
 STUDENT_FILE = "student.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -111,7 +111,7 @@ def save_checkpoint(
             unfinished.rename(target)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-        _sync(directory)
+        sync(directory)
         for old in _checkpoints(directory)[:-keep]:
             if old != best:
                 _remove(old)
@@ -179,7 +179,7 @@ def _write(path: Path, state: TrainerState, fingerprints: Mapping[str, str]) -> 
         tensors[AVERAGE_FILE] = state.average
     for name, content in tensors.items():
         save_file({key: tensor.detach().contiguous() for key, tensor in content.items()}, path / name)
-        _sync(path / name)
+        sync(path / name)
     manifest = _Manifest(
         step=state.step,
         tokens=state.tokens,
@@ -189,8 +189,8 @@ def _write(path: Path, state: TrainerState, fingerprints: Mapping[str, str]) -> 
         file_bytes={name: (path / name).stat().st_size for name in tensors},
     )
     (path / STATE_FILE).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    _sync(path / STATE_FILE)
-    _sync(path)
+    sync(path / STATE_FILE)
+    sync(path)
 
 
 def _read_manifest(path: Path) -> _Manifest | None:
@@ -226,12 +226,3 @@ def _remove_leftovers(directory: Path) -> None:
     for prefix in (_UNFINISHED, _REMOVED):
         for path in directory.glob(f"{prefix}*"):
             shutil.rmtree(path)
-
-
-def _sync(path: Path) -> None:
-    """Flush a file, or a directory's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,21 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tessera_cli.engine.sampling_params import SamplingParams, StructuredOutput
 from tessera_cli.errors import UsageError
-
-# The fields that are called what the engine calls them.
-_SAME_NAMES = (
-    "temperature",
-    "top_p",
-    "n",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-)
+from tessera_cli.serving.shared_fields import SHARED_FIELDS
 
 
 class Body(BaseModel):
@@ -88,7 +74,7 @@ class SamplingFields(ClientFields):
         """
         if self.stream_options is not None and not self.stream:
             raise UsageError("stream_options is for streams, and stream is not set", param="stream_options")
-        fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME_NAMES}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in ("temperature", *SHARED_FIELDS)}
         fields["stop"] = (self.stop,) if isinstance(self.stop, str) else self.stop
         fields["stop_token_ids"] = self.stop_token_ids
         fields["logit_bias"] = None if self.logit_bias is None else _token_biases(self.logit_bias)
