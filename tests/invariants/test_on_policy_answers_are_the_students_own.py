@@ -1,5 +1,6 @@
 """Answers in training: those that the exported student gives, from the trainer's own weights."""
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -18,13 +19,17 @@ from tessera_cli.distill.generation.on_policy import OnPolicyDocuments
 from tessera_cli.distill.inputs import RunInputs, read_inputs
 from tessera_cli.distill.pipeline import run_recipe
 from tessera_cli.distill.students.student import build_student
+from tessera_cli.distill.training.lora import add_adapters, merge_adapters
+from tessera_cli.distill.training.processes import Processes
 from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.errors import RunError
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.loader import load_decoder, save_decoder
 from tessera_cli.recipe.loader import load_recipe
 from tessera_cli.recipe.sampling_section import OnPolicySection
+from tessera_cli.recipe.train_section import LoraSection
 from tessera_cli.serving.llm import LLM
+from tests.training_factories import assert_same_bits, copy_weights
 
 NUM_STEPS = 6
 
@@ -100,7 +105,9 @@ def student(tiny_model_dir: Path) -> Decoder:
 
 
 def documents_of(inputs: RunInputs, student: Decoder, log: Path) -> OnPolicyDocuments:
-    return OnPolicyDocuments(inputs, section_of(inputs), student, AnswerLog(log), lambda event: None)
+    return OnPolicyDocuments(
+        inputs, section_of(inputs), student, AnswerLog(log), Processes("cpu"), lambda event: None
+    )
 
 
 def logged(run_dir: Path) -> list[LoggedAnswer]:
@@ -146,6 +153,47 @@ def test_greedy_answers_are_those_of_an_export_after_any_change_of_the_weights(
             for parameter in student.parameters():
                 parameter.mul_(-1.1)
     assert len(set(map(tuple, answers))) > 1
+
+
+def test_a_student_with_adapters_answers_as_it_would_merged_and_keeps_its_frozen_weights(
+    recipe_file, student, tmp_path
+):
+    pytest.importorskip("peft")
+    inputs = inputs_of(recipe_file, "data.on_policy.fraction=1")
+    add_adapters(student, LoraSection(), seed=0)
+    log = AnswerLog(tmp_path / "adapted")
+    steps = documents_of(inputs, student, log.path).steps(0)
+    for number in range(1, 4):
+        with torch.no_grad():
+            for name, parameter in student.named_parameters():
+                if "lora_B" in name:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+        before = copy_weights(student)
+        next(steps)
+        assert_same_bits(copy_weights(student), before)
+
+        merged = copy.deepcopy(student)
+        merge_adapters(merged)
+        plain = AnswerLog(tmp_path / f"merged-{number}")
+        told = documents_of(inputs, merged, plain.path).steps(number - 1)
+        next(told)
+        answers = plain.read()
+        assert answers
+        assert {place: log.read()[place] for place in answers} == answers
+
+
+def test_adapters_that_are_trained_on_policy_resume_to_the_same_bits(run):
+    pytest.importorskip("peft")
+
+    def interrupt(event: Event) -> None:
+        if isinstance(event, TrainStep) and event.step == 3:
+            raise KeyboardInterrupt
+
+    overrides = ("train.lora.r=2", "data.on_policy.every=2")
+    whole = run("whole", *overrides)
+    with pytest.raises(KeyboardInterrupt):
+        run("stopped", *overrides, listener=interrupt)
+    assert_same_run(run("stopped", *overrides, resume=True), whole)
 
 
 def test_documents_of_other_steps_stay_and_prompts_stay_in_all(recipe_file, student, tmp_path):

@@ -4,7 +4,9 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +31,29 @@ train:
   ema_decay: 0.5
 eval: {{every: 2, samples: 1}}
 checkpoint: {{every: 2, keep: 3}}
+"""
+
+
+# The command, in which every process compares its weights with all others' after each step.
+COMPARING = """
+import sys
+import torch
+from tessera_cli.cli.app import main
+from tessera_cli.distill.training.trainer import Trainer
+
+train_step = Trainer.train_step
+
+def compared(trainer, batches):
+    figures = train_step(trainer, batches)
+    weights = [parameter.detach() for parameter in trainer.parameters.values()]
+    for theirs in trainer._processes.gather(weights):
+        assert all(map(torch.equal, weights, theirs)), "weights differ"
+    if trainer._processes.is_main:
+        print("the same weights in", trainer._processes.count, file=sys.stderr)
+    return figures
+
+Trainer.train_step = compared
+main()
 """
 
 
@@ -63,7 +88,12 @@ def _free_port() -> int:
 
 
 def _launch(
-    recipe: Path, run_dir: Path, *arguments: str, processes: int, how: str = "--multi_gpu"
+    recipe: Path,
+    run_dir: Path,
+    *arguments: str,
+    processes: int,
+    how: str = "--multi_gpu",
+    program: Sequence[str] = ("-m", "tessera_cli"),
 ) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable]
     if processes > 1:
@@ -71,16 +101,16 @@ def _launch(
         launcher += ["-m", "accelerate.commands.launch", how, "--num_processes", str(processes)]
         launcher += ["--main_process_port", str(_free_port()), "--num_machines", "1"]
         launcher += ["--mixed_precision", "no", "--dynamo_backend", "no"]
-    command = ["-m", "tessera_cli", "distill", "run", str(recipe), *arguments, "-o", str(run_dir)]
+    command = [*program, "distill", "run", str(recipe), *arguments, "-o", str(run_dir)]
     return subprocess.run(
         [*launcher, *command, "--device", "cpu"], capture_output=True, text=True, timeout=400, check=False
     )
 
 
 def _finished(
-    recipe: Path, run_dir: Path, *arguments: str, processes: int
+    recipe: Path, run_dir: Path, *arguments: str, processes: int, **how: Any
 ) -> subprocess.CompletedProcess[str]:
-    done = _launch(recipe, run_dir, *arguments, processes=processes)
+    done = _launch(recipe, run_dir, *arguments, processes=processes, **how)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -126,6 +156,30 @@ def test_two_processes_write_the_run_of_one(
     )
     exported = [load_file(path / "export" / "model.safetensors") for path in (alone, run_dir)]
     assert exported[0].keys() == exported[1].keys()
+
+
+@pytest.mark.parametrize("lora", [(), ("train.lora.r=2",)])
+def test_two_processes_answer_as_one(recipe: Path, tmp_path: Path, lora: tuple[str, ...]) -> None:
+    if lora:
+        pytest.importorskip("peft")
+    overrides = (
+        *lora,
+        "data.on_policy={fraction: 0.7, every: 2, max_tokens: 12, max_num_seqs: 3}",
+        "train.ema_decay=null",
+    )
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    _finished(recipe, alone, *overrides, processes=1)
+    script = tmp_path / "comparing.py"
+    script.write_text(COMPARING, encoding="utf-8")
+    done = _finished(recipe, together, *overrides, processes=2, program=(str(script),))
+    assert done.stderr.count("the same weights in 2") == 4
+    answers = [(run_dir / "on_policy.jsonl").read_text(encoding="utf-8") for run_dir in (alone, together)]
+    assert answers[0]
+    assert answers[0] == answers[1]
+    expected, found = _checkpoints(alone), _checkpoints(together)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-6, msg=name)
 
 
 def test_a_run_goes_on_with_another_number_of_processes(recipe: Path, alone: Path, tmp_path: Path) -> None:

@@ -106,12 +106,12 @@ class Recipe(Section):
 
     @field_validator("train")
     @classmethod
-    def _length_of_a_stream(cls, value: TrainSection, info: ValidationInfo) -> TrainSection:
+    def _way_that_the_data_go(cls, value: TrainSection, info: ValidationInfo) -> TrainSection:
         data = info.data.get("data")
         if data is not None and data.streaming and value.num_epochs is not None:
             raise problem("`data.streaming` needs max_tokens or max_steps: a stream has no known end")
-        if data is not None and data.on_policy is not None and value.lora is not None:
-            raise problem("`lora` and `data.on_policy` exclude each other: adapters do not answer yet")
+        if data is not None and data.on_policy is not None and value.data_parallel == "fsdp2":
+            raise problem("`data.on_policy` answers with whole weights, which fsdp2 shards: set ddp")
         return value
 
     @field_validator("loss")

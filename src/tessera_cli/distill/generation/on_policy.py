@@ -3,11 +3,11 @@
 A step is on-policy with a probability, drawn from the seed and its number alone. In such a step every
 document that has a prompt becomes this prompt with the student's answer to it, and the loss is that of the
 answer's tokens. The engine that answers reads the trainer's own weights: nothing is copied or loaded, and
-answers follow what was trained a moment ago.
+answers follow what was trained a moment ago. Adapters are merged while it answers.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -18,6 +18,8 @@ from tessera_cli.distill.events import Listener, StudentAnswers
 from tessera_cli.distill.generation.answer_log import AnswerLog, LoggedAnswer
 from tessera_cli.distill.generation.answers import AnswerRequest, AnswerTokens, draw_answers
 from tessera_cli.distill.inputs import RunInputs, StepDocuments
+from tessera_cli.distill.training.lora import merged_adapters
+from tessera_cli.distill.training.processes import Processes
 from tessera_cli.engine.engine import Engine
 from tessera_cli.errors import RunError
 from tessera_cli.models.decoder import Decoder
@@ -37,7 +39,8 @@ class OnPolicyDocuments:
         inputs: the run.
         section: its recipe's `data.on_policy`.
         student: the module that is trained; its weights are read where they lie.
-        log: what the student answered so far.
+        log: what the student answered so far; the main process writes it.
+        processes: who trains; each answers its share of the prompts with the weights that all have alike.
         listener: told of every window's answers.
     """
 
@@ -47,10 +50,11 @@ class OnPolicyDocuments:
         section: OnPolicySection,
         student: Decoder,
         log: AnswerLog,
+        processes: Processes,
         listener: Listener,
     ) -> None:
         self._inputs, self._section, self._student = inputs, section, student
-        self._log, self._listener = log, listener
+        self._log, self._processes, self._listener = log, processes, listener
         self._tokenizer: Tokenizer = inputs.teacher.tokenizer
         self.engine = Engine(student, answering_engine(inputs.recipe.data, section))
 
@@ -62,7 +66,9 @@ class OnPolicyDocuments:
         """
         every = self._section.every
         first = start - start % every
-        self._log.rewind(first if start == first else first + every)
+        with self._processes.main_first():
+            if self._processes.is_main:
+                self._log.rewind(first if start == first else first + every)
         numbered = enumerate(self._inputs.step_documents(first), start=first + 1)
         while window := list(islice(numbered, every)):
             due = self._due(window)
@@ -95,17 +101,15 @@ class OnPolicyDocuments:
         """Let the student answer, and log it."""
         started = time.perf_counter()
         requests = [AnswerRequest(place, prompt, self._seed(*place)) for place, prompt in due.items()]
-        was_training = self._student.training
-        self._student.eval()
-        # Whatever it computed before, it computed with other weights.
-        self.engine.reset_prefix_cache()
-        try:
-            drawn = [self._logged_form(one) for one in draw_answers(self.engine, requests, self._section)]
-        finally:
-            self._student.train(was_training)
+        shares = self._processes.gather(self._drawn(self._processes.share(requests)))
+        for share in shares:
+            if isinstance(share, RunError):
+                raise share
+        drawn = [answer for share in shares if not isinstance(share, RunError) for answer in share]
         answers = sorted(drawn, key=lambda answer: (answer.step, answer.place))
         if answers:
-            self._log.append(answers)
+            if self._processes.is_main:
+                self._log.append(answers)
             self._listener(
                 StudentAnswers(
                     step=answers[0].step,
@@ -116,6 +120,20 @@ class OnPolicyDocuments:
                 )
             )
         return {(answer.step, answer.place): answer for answer in answers}
+
+    def _drawn(self, requests: Sequence[AnswerRequest[Place]]) -> list[LoggedAnswer] | RunError:
+        """The answers, or why there are none: other processes wait for either."""
+        was_training = self._student.training
+        self._student.eval()
+        # Whatever it computed before, it computed with other weights.
+        self.engine.reset_prefix_cache()
+        try:
+            with merged_adapters(self._student):
+                return [self._logged_form(one) for one in draw_answers(self.engine, requests, self._section)]
+        except RunError as error:
+            return error
+        finally:
+            self._student.train(was_training)
 
     def _logged_form(self, drawn: AnswerTokens[Place]) -> LoggedAnswer:
         step, place = drawn.request.key

@@ -47,7 +47,7 @@ def train(
             if trainer.step == 0:
                 due.evaluation("evaluate")
             listener(StageStarted("train"))
-            for documents, batches in _batches(run, inputs, student, trainer.step, listener):
+            for documents, batches in _batches(run, inputs, student, trainer.step, processes, listener):
                 if due.stop_early():
                     break
                 with ctrl_c.step(), _told_what_diverged(inputs, documents, due):
@@ -66,14 +66,19 @@ def train(
 
 
 def _batches(
-    run: RunDirectory, inputs: RunInputs, student: Decoder, start: int, listener: Listener
+    run: RunDirectory,
+    inputs: RunInputs,
+    student: Decoder,
+    start: int,
+    processes: Processes,
+    listener: Listener,
 ) -> Iterator[tuple[list[list[Document]], list[TrainBatch]]]:
     section = inputs.recipe.data.on_policy
     if section is None:
         steps = inputs.step_documents(start)
     else:
         log = AnswerLog(run.on_policy)
-        steps = OnPolicyDocuments(inputs, section, student, log, listener).steps(start)
+        steps = OnPolicyDocuments(inputs, section, student, log, processes, listener).steps(start)
     for documents in steps:
         yield documents, [build_batch(micro_batch) for micro_batch in documents]
 

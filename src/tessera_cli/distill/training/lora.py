@@ -1,11 +1,14 @@
 """Low-rank adapters (arXiv 2106.09685) on a student, through peft: added, saved, merged."""
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from tessera_cli.errors import UsageError
 from tessera_cli.models.checkpoint_tensors import split_module
@@ -44,14 +47,33 @@ def add_adapters(student: Decoder, section: LoraSection, *, seed: int) -> None:
 
 def merge_adapters(student: Decoder) -> None:
     """Add the adapters to the weights in place, W + alpha / r · B A in float32, and leave a plain decoder."""
-    from peft.tuners.lora import LoraLayer
-
     for layer in student.layers:
-        for name, module in layer.named_children():
-            if isinstance(module, LoraLayer):
-                module.merge(safe_merge=True)
-                setattr(layer, name, module.get_base_layer())
+        for name, module in _adapted(layer):
+            module.merge(safe_merge=True)
+            setattr(layer, name, module.get_base_layer())
     student.requires_grad_(True)
+
+
+@contextmanager
+def merged_adapters(student: Decoder) -> Iterator[None]:
+    """In here `student` has, to the bit, the weights of `merge_adapters`; after it those that it had."""
+    with ExitStack() as undo:
+        for layer in student.layers:
+            for _, module in _adapted(layer):
+                undo.callback(_take_off, module, module.get_base_layer().weight.data)
+                module.merge(safe_merge=True)
+        yield
+
+
+def _adapted(layer: nn.Module) -> list[tuple[str, Any]]:
+    """The products of `layer` that have adapters, by name; no peft is needed where there are none."""
+    return [(name, module) for name, module in layer.named_children() if hasattr(module, _MATRICES[0])]
+
+
+def _take_off(module: Any, weight: Tensor) -> None:
+    # peft's own way back subtracts, and each time rounds frozen weights a little further off.
+    module.get_base_layer().weight.data = weight
+    module.merged_adapters.clear()
 
 
 def save_adapters(student: Decoder, path: Path, section: LoraSection, *, base: str) -> None:

@@ -13,7 +13,12 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, broadcast_object_list
+from accelerate.utils import (
+    DistributedType,
+    GradientAccumulationPlugin,
+    broadcast_object_list,
+    gather_object,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -93,8 +98,7 @@ class Processes:
         """Refuse a recipe that these processes can not share.
 
         Raises:
-            UsageError: micro-batches that can not be dealt out evenly, sharding without company, or a part
-            that only one process can do.
+            UsageError: micro-batches that can not be dealt out evenly, or a student that can not be sharded.
         """
         train, accumulation = recipe.train, recipe.train.gradient_accumulation_steps
         if accumulation % self.count:
@@ -111,11 +115,6 @@ class Processes:
             raise UsageError(
                 "`loss.hidden` reads whole layers, which `train.data_parallel: fsdp2` shards",
                 hint="set `train.data_parallel: ddp`",
-            )
-        if self.count > 1 and recipe.data.on_policy is not None:
-            raise UsageError(
-                "`data.on_policy` answers in one process, and these are several",
-                hint="start `tessera distill` itself, not through a launcher",
             )
 
     def deal(self, batches: Sequence[TrainBatch]) -> list[Share]:
@@ -149,6 +148,14 @@ class Processes:
     def agree(self, value: Shared) -> Shared:
         """The main process's `value`, in each; it is pickled."""
         return broadcast_object_list([value])[0] if self.count > 1 else value
+
+    def share(self, values: Sequence[Shared]) -> Sequence[Shared]:
+        """This process's part of `values`, which every process has."""
+        return values[self.rank :: self.count]
+
+    def gather(self, value: Shared) -> list[Shared]:
+        """The values of all processes by their rank, in each; they are pickled."""
+        return list(gather_object([value])) if self.count > 1 else [value]
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is set in any of them."""
