@@ -29,7 +29,8 @@ class TeacherCacheSection(Section):
     num_samples: PositiveInt | None = None
     """Tokens drawn at each position by sample (50)."""
     path: Text | None = None
-    """Its directory, an absolute path; null is one of Tessera's own, named after what it depends on."""
+    """Its directory, relative to the recipe, or to the working directory when given on the command line; null is
+    one of Tessera's own, named after what it depends on."""
 
     @field_validator("dtype", "k", "num_samples")
     @classmethod
@@ -49,6 +50,4 @@ class TeacherCacheSection(Section):
             return None
         if info.data.get("kind") == "none":
             raise problem("`kind: none` keeps nothing")
-        if not value.startswith(("/", "~")):
-            raise problem(f"expected an absolute path, got {value!r}")
         return value

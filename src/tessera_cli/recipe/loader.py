@@ -157,6 +157,9 @@ def _make_paths_absolute(document: Document, recipe_dir: Path, overridden: set[K
         node = value.get(section)
         if isinstance(node, dict) and not str(node.get("model")).startswith("package:"):
             absolute(node, "model", (section, "model"), may_be_hub_id=True)
+        cache = node.get("cache") if isinstance(node, dict) else None
+        if isinstance(cache, dict):
+            absolute(cache, "path", (section, "cache", "path"), may_be_hub_id=False)
     data = value.get("data")
     for split in ("train", "eval"):
         sources = data.get(split) if isinstance(data, dict) else None

@@ -146,7 +146,11 @@ def test_paths_start_at_the_recipe_and_overridden_ones_at_the_working_directory(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    recipe = load_recipe(write(sound), ["data.eval.0.path=mine.jsonl"]).recipe
+    cached = sound.replace("org/teacher", "org/teacher\n  cache: {kind: hidden, path: kept}")
+    recipe = load_recipe(write(cached), ["data.eval.0.path=mine.jsonl"]).recipe
+    assert recipe.teacher.cache.path == str(tmp_path / "kept")
+    moved = load_recipe(write(cached), ["teacher.cache.path=kept"]).recipe
+    assert moved.teacher.cache.path == str(elsewhere / "kept")
     assert recipe.data.train[0].path == str(tmp_path / "train.jsonl")
     assert recipe.data.eval[0].path == str(elsewhere / "mine.jsonl")
     assert load_recipe(write(sound), ["data.eval=[{path: a, format: text}]"]).recipe.data.eval[0].path == str(

@@ -136,7 +136,7 @@ def _codec(recipe: Recipe) -> tuple[Codec, dict[str, str]]:
 
 def _path(recipe: Recipe, split: str, fingerprints: dict[str, str], home: Path) -> Path:
     if recipe.teacher.cache.path is not None:
-        return Path(recipe.teacher.cache.path).expanduser() / split
+        return Path(recipe.teacher.cache.path) / split
     name = hashlib.sha256(repr(sorted(fingerprints.items())).encode()).hexdigest()[:16]
     return home / "teacher-caches" / f"{split}-{name}"
 
