@@ -50,7 +50,10 @@ Write = Callable[[str], Path]
         (["loss.hidden={kind: mse, pairs: [[0, true]]}"], "a list of [student layer, teacher layer]"),
         (["loss.hidden={kind: mse, pairs: [[0, 1], [0, 1]]}"], "names a pair twice"),
         (["loss.hidden={kind: mse, weight: 0}"], "expected a number > 0"),
-        (["data.on_policy={}", "train.data_parallel=fsdp2"], "answers with whole weights, which fsdp2 shards"),
+        (
+            ["data.on_policy={}", "train.data_parallel=fsdp2"],
+            "whole weights, which fsdp2 shards",
+        ),
         (["name=../up"], "expected letters, digits"),
         (["data.max_seq_len=1"], "expected an integer ≥ 2, got 1"),
         (["seed=-1"], "expected an integer ≥ 0 and < 9223372036854775808, got -1"),
