@@ -63,6 +63,7 @@ def plan_lines(loaded: "LoadedRecipe", plan: "Plan") -> list[str]:
     layers = "the most important, chosen at the start" if plan.layers is None else _series(plan.layers)
     starts = {"config": "random weights", "checkpoint": loaded.recipe.student.model or ""}
     memory = plan.memory
+    about = "about " if plan.is_estimate else ""
     total_flop = plan.gflop_per_token * 1e9 * plan.num_tokens
     facts = [
         ("teacher", str(plan.teacher_path)),
@@ -70,9 +71,9 @@ def plan_lines(loaded: "LoadedRecipe", plan: "Plan") -> list[str]:
         ("starts from", starts[init]) if (init := loaded.recipe.student.init) in starts else None,
         ("documents", f"{plan.num_documents:,} to train on, {plan.num_eval_documents:,} held out"),
         ("too long", f"{plan.num_too_long:,} documents are skipped") if plan.num_too_long else None,
-        ("training", f"{plan.num_steps:,} steps, {plan.num_epochs:.3g} epochs"),
-        ("tokens", f"{plan.num_tokens:,}, of them {plan.num_supervised_tokens:,} supervised"),
-        ("on-policy", f"{plan.num_on_policy_steps:,} of the steps train on the student's own answers")
+        ("training", f"{about}{plan.num_steps:,} steps, {plan.num_epochs:.3g} epochs"),
+        ("tokens", f"{about}{plan.num_tokens:,}, of them {plan.num_supervised_tokens:,} supervised"),
+        ("on-policy", f"{about}{plan.num_on_policy_steps:,} of the steps train on the student's own answers")
         if loaded.recipe.data.on_policy
         else None,
         ("compute", f"{plan.gflop_per_token:.3g} GFLOP/token, {total_flop:.2g} FLOP in all"),

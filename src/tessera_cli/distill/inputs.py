@@ -100,10 +100,13 @@ class RunInputs:
         }
 
 
-def read_inputs(recipe: Recipe, *, home: Path, offline: bool, notify: Notify | None = None) -> RunInputs:
+def read_inputs(
+    recipe: Recipe, *, home: Path, offline: bool, notify: Notify | None = None, estimate: bool = False
+) -> RunInputs:
     """Resolve the teacher, read and tokenise the documents, and lay out every step.
 
-    `notify` hears of a conversion, which takes a while.
+    `notify` hears of a conversion, which takes a while. `estimate` is as in `StepPlan.of`: good enough to tell,
+    not to run.
 
     Raises:
         ModelError: no such teacher, or a tokenizer with more ids than the model.
@@ -117,9 +120,9 @@ def read_inputs(recipe: Recipe, *, home: Path, offline: bool, notify: Notify | N
     student = find_student(recipe, teacher, home=home, offline=offline, notify=notify)
     held_out = read_split(recipe, recipe.data.eval, teacher, home=home)
     if recipe.data.streaming:
-        return _streamed(recipe, teacher, student, held_out)
+        return _streamed(recipe, teacher, student, held_out, estimate)
     train = read_split(recipe, recipe.data.train, teacher, home=home, answer_tokens=answer_tokens(recipe))
-    steps = StepPlan.of(train, data=recipe.data, train=recipe.train, seed=recipe.seed)
+    steps = StepPlan.of(train, data=recipe.data, train=recipe.train, seed=recipe.seed, estimate=estimate)
     return RunInputs(recipe, teacher, student, train, held_out, steps)
 
 
@@ -174,7 +177,9 @@ def answer_tokens(recipe: Recipe) -> int | None:
     return None if recipe.data.on_policy is None else recipe.data.on_policy.max_tokens
 
 
-def _streamed(recipe: Recipe, teacher: Teacher, student: StudentShape, held_out: Corpus) -> RunInputs:
+def _streamed(
+    recipe: Recipe, teacher: Teacher, student: StudentShape, held_out: Corpus, estimate: bool
+) -> RunInputs:
     stream = DocumentStream(
         recipe.data.train,
         teacher.tokenizer,
@@ -183,7 +188,12 @@ def _streamed(recipe: Recipe, teacher: Teacher, student: StudentShape, held_out:
         answer_tokens=answer_tokens(recipe),
     )
     steps = StepPlan.of(
-        stream, data=recipe.data, train=recipe.train, seed=recipe.seed, first_epoch=stream.read_ahead()
+        stream,
+        data=recipe.data,
+        train=recipe.train,
+        seed=recipe.seed,
+        first_epoch=stream.read_ahead(),
+        estimate=estimate,
     )
     check_not_empty(recipe.data.train, stream.intake)
     return RunInputs(recipe, teacher, student, stream, held_out, steps)

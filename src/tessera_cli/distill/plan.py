@@ -52,7 +52,8 @@ class Plan:
     the start of the run, () where it starts with none of them. KV bytes are those of the stored dtype, the
     student's as it is exported. `gflop_per_token` is a training step's: 6 FLOP per multiplied parameter of
     the student, 2 of the teacher. Documents count as they are in the files, also in the `num_on_policy_steps`
-    that train on the student's answers to their prompts. `notes` say what is left out.
+    that train on the student's answers to their prompts. `is_estimate` tells that a run so long was not counted to its end,
+    its beginning was. `notes` say what is left out.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Plan:
     num_supervised_tokens: int
     num_epochs: float
     num_on_policy_steps: int
+    is_estimate: bool
     gflop_per_token: float
     memory: MemoryEstimate
     notes: tuple[str, ...]
@@ -87,7 +89,7 @@ def plan_recipe(recipe: LoadedRecipe, *, home: Path, offline: bool, notify: Noti
     Raises:
         UsageError: whatever would stop the run before its first step.
     """
-    inputs = read_inputs(recipe.recipe, home=home, offline=offline, notify=notify)
+    inputs = read_inputs(recipe.recipe, home=home, offline=offline, notify=notify, estimate=True)
     teacher, student = inputs.teacher.config, inputs.student.config
     exported = teacher.dtype if inputs.recipe.export.dtype == "auto" else inputs.recipe.export.dtype
     return Plan(
@@ -104,6 +106,7 @@ def plan_recipe(recipe: LoadedRecipe, *, home: Path, offline: bool, notify: Noti
         num_supervised_tokens=inputs.steps.num_supervised_tokens,
         num_epochs=inputs.steps.num_epochs,
         num_on_policy_steps=_on_policy_steps(inputs),
+        is_estimate=inputs.steps.is_estimate,
         gflop_per_token=(3 * student.flops_per_token() + teacher.flops_per_token()) / 1e9,
         memory=_memory(inputs.recipe, teacher, student),
         notes=inputs.notes,

@@ -19,14 +19,14 @@ class Documents(NamedTuple):
     row_tokens: list[int]
 
 
-def make_plan(num_documents=37, seed=3, packing=True, max_seq_len=64, **train) -> StepPlan:
+def make_plan(num_documents=37, seed=3, packing=True, max_seq_len=64, estimate=False, **train) -> StepPlan:
     random = np.random.default_rng(0)
     lengths = random.integers(2, 50, num_documents).tolist()
     supervised = [int(random.integers(1, length)) for length in lengths]
     data = DataSection(train=[SOURCE], eval=[SOURCE], max_seq_len=max_seq_len, packing=packing)
     train = {"micro_batch_size": 2, "gradient_accumulation_steps": 3, **train}
     documents = Documents(lengths, supervised, lengths)
-    return StepPlan.of(documents, data=data, train=TrainSection(**train), seed=seed)
+    return StepPlan.of(documents, data=data, train=TrainSection(**train), seed=seed, estimate=estimate)
 
 
 def documents(step) -> list[int]:
@@ -60,6 +60,26 @@ def test_the_counts_are_those_of_the_steps(length):
     assert sum(plan.supervised[d] for step in steps for d in documents(step)) == plan.num_supervised_tokens
     shapes = [[len(micro_batch) for micro_batch in step] for step in steps]
     assert all(shape == [2, 2, 2] for shape in shapes[:-1])
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 400}, {"max_tokens": 90_000}, {"num_epochs": 90}])
+def test_the_figures_of_a_run_too_long_to_count_are_near_those_that_it_has(monkeypatch, length):
+    exact = make_plan(**length)
+    assert not exact.is_estimate
+    monkeypatch.setattr("tessera_cli.distill.data.packing.MOST_COUNTED", 500)
+    estimate = make_plan(estimate=True, **length)
+    assert estimate.is_estimate
+    for name in ("num_steps", "num_tokens", "num_supervised_tokens", "num_epochs"):
+        assert getattr(estimate, name) == pytest.approx(getattr(exact, name), rel=0.03), name
+    # What a run needs to know is never estimated.
+    assert make_plan(**length).num_steps == exact.num_steps
+
+
+def test_a_run_without_end_is_laid_out_at_once():
+    plan = make_plan(max_steps=10**12)
+    assert plan.num_steps == 10**12
+    assert plan.is_estimate
+    assert len(next(plan.steps())) == 3
 
 
 def test_max_tokens_stops_at_the_first_step_that_reaches_it():

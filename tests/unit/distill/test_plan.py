@@ -50,6 +50,22 @@ def test_the_plan_counts_documents_tokens_and_steps(recipe_file):
     assert any("1 of 21 documents are longer" in note for note in told.notes)
 
 
+def test_a_run_without_end_is_planned_at_once_and_said_to_be_estimated(recipe_file):
+    assert not plan(recipe_file).is_estimate
+    endless = plan(recipe_file, "train.num_epochs=null", "train.max_steps=1_000_000_000_000")
+    assert endless.is_estimate
+    assert endless.num_steps == 10**12
+    assert endless.num_tokens / endless.num_epochs == pytest.approx(
+        plan(recipe_file).num_tokens / 2, rel=0.01
+    )
+    answered = "data.on_policy={fraction: 0.5, max_tokens: 8}"
+    endless = plan(recipe_file, "train.num_epochs=null", "train.max_steps=1_000_000_000_000", answered)
+    assert endless.num_on_policy_steps == pytest.approx(5e11, rel=0.02)
+    for length in ("train.max_tokens=1_000_000_000_000", "train.num_epochs=1_000_000_000_000"):
+        ended = () if "epochs" in length else ("train.num_epochs=null",)
+        assert plan(recipe_file, *ended, length).is_estimate
+
+
 def test_sizes_and_work_are_those_of_the_models(recipe_file, tiny_model_dir):
     told = plan(recipe_file)
     teacher = ModelConfig.from_dir(tiny_model_dir)

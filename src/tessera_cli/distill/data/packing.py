@@ -20,6 +20,9 @@ Row = tuple[int, ...]
 MicroBatch = tuple[Row, ...]
 Step = tuple[MicroBatch, ...]
 
+# Documents that are counted one by one, in a second or so, where what comes after them may be estimated.
+MOST_COUNTED = 200_000
+
 
 def epoch_order(num_documents: int, *, seed: int, epoch: int) -> list[int]:
     """A permutation of the documents that depends on nothing but its arguments."""
@@ -81,6 +84,7 @@ class StepPlan:
         num_tokens: tokens that pass through the student.
         num_supervised_tokens: those of them that are targets.
         num_epochs: passes over the documents, a part counted as a part.
+        is_estimate: only the first `MOST_COUNTED` documents were counted, and the others taken to be like these.
     """
 
     lengths: Sequence[int]
@@ -93,6 +97,7 @@ class StepPlan:
     num_tokens: int
     num_supervised_tokens: int
     num_epochs: float
+    is_estimate: bool = False
 
     @classmethod
     def of(
@@ -103,14 +108,19 @@ class StepPlan:
         train: TrainSection,
         seed: int,
         first_epoch: Iterable[int] | None = None,
+        estimate: bool = False,
     ) -> "StepPlan":
         """Walk through the run once, on lengths only, and count.
 
-        `first_epoch` reads the `documents` of a stream, of which there are none before it.
+        `first_epoch` reads the `documents` of a stream, of which there are none before it. `estimate` lets all
+        figures of a long run be estimates; where `max_steps` says the number of steps, its other figures are
+        so in any case.
         """
         lengths, supervised = documents.lengths, documents.supervised
         row_tokens = documents.row_tokens
         num_steps = num_tokens = num_supervised = num_documents = 0
+        may_estimate = estimate or train.max_steps is not None
+        rest = 1.0
         for step in _steps(row_tokens, data, train, seed, first_epoch):
             numbers = numbers_of(step)
             num_steps += 1
@@ -119,6 +129,10 @@ class StepPlan:
             num_supervised += sum(supervised[number] for number in numbers)
             if num_steps == train.max_steps or (train.max_tokens and num_tokens >= train.max_tokens):
                 break
+            # The second pass has begun, so a stream is read to its end.
+            if may_estimate and num_documents > max(MOST_COUNTED, len(lengths)):
+                rest = _whole_run(train, num_steps, num_tokens, num_documents / len(lengths))
+                break
         return cls(
             lengths=lengths,
             supervised=supervised,
@@ -126,15 +140,25 @@ class StepPlan:
             data=data,
             train=train,
             seed=seed,
-            num_steps=num_steps,
-            num_tokens=num_tokens,
-            num_supervised_tokens=num_supervised,
-            num_epochs=num_documents / len(lengths),
+            num_steps=train.max_steps or round(rest * num_steps),
+            num_tokens=round(rest * num_tokens),
+            num_supervised_tokens=round(rest * num_supervised),
+            num_epochs=rest * num_documents / len(lengths),
+            is_estimate=rest != 1.0,
         )
 
     def steps(self, start: int = 0) -> Iterator[Step]:
         """The steps after the first `start`, each as the documents of its rows, by number."""
         return islice(_steps(self.row_tokens, self.data, self.train, self.seed), start, self.num_steps)
+
+
+def _whole_run(train: TrainSection, num_steps: int, num_tokens: int, num_epochs: float) -> float:
+    """The length of the run by that of its beginning, of which these are the counts."""
+    if train.max_steps is not None:
+        return train.max_steps / num_steps
+    if train.max_tokens is not None:
+        return train.max_tokens / num_tokens
+    return (train.num_epochs or 0) / num_epochs
 
 
 def numbers_of(step: Step) -> list[int]:
