@@ -39,8 +39,10 @@ def figure(figures: Mapping[str, Any], name: str) -> str:
     return _FIGURES[name][1].format(_number(figures[name])) if name in figures else "-"
 
 
-def speculative_line(speculative: Mapping[str, Any]) -> str:
+def speculative_line(speculative: Mapping[str, Any] | None) -> str:
     """What the student is worth as the teacher's draft model."""
+    if speculative is None:
+        return "speculative decoding: not measured, the models have too few positions to decode"
     cost = f"one student step costs {speculative['cost_ratio']:.2f} teacher steps"
     if not speculative["draft_length"]:
         return f"speculative decoding: no speed-up expected, {cost}"

@@ -1,6 +1,7 @@
 """The speed-up that is promised of a draft model, against the process that it describes."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -45,4 +46,16 @@ def test_a_draft_that_costs_more_than_it_saves_is_not_used() -> None:
 def test_the_cost_is_measured_wherever_one_token_still_fits() -> None:
     teacher, student = make_decoder(0, num_hidden_layers=3), make_decoder(1, num_hidden_layers=1)
     for length in (1, 10, 64, 500):
-        assert measure_cost_ratio(teacher, student, [1] * length) > 0
+        ratio = measure_cost_ratio(teacher, student, [1] * length)
+        assert ratio is not None
+        assert ratio > 0
+
+
+@pytest.mark.parametrize(("positions", "is_measured"), [(2, False), (3, True), (4, True), (5, True)])
+def test_a_student_of_few_positions_is_measured_as_soon_as_it_can_decode(
+    positions: int, is_measured: bool
+) -> None:
+    teacher, student = make_decoder(0), make_decoder(1, num_hidden_layers=1)
+    student.config = replace(student.config, max_position_embeddings=positions)
+    ratio = measure_cost_ratio(teacher, student, [1] * 10)
+    assert (ratio is not None) == is_measured

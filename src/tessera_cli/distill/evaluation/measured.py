@@ -23,7 +23,7 @@ class Measured:
     student_path: Path
     start: Evaluated | None
     student: Evaluated
-    speculative: SpeculativeSpeedup
+    speculative: SpeculativeSpeedup | None
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -38,9 +38,13 @@ class Measured:
 
 def speculative_speedup(
     teacher: Decoder, student: Decoder, figures: Evaluated, documents: Sequence[Document]
-) -> SpeculativeSpeedup:
-    """What `student`, loaded in the teacher's dtype, is worth as its draft model; decodes a few tokens."""
+) -> SpeculativeSpeedup | None:
+    """What `student`, loaded in the teacher's dtype, is worth as its draft model; decodes a few tokens.
+
+    None where the models have too few positions to decode.
+    """
     positions = teacher.config.max_position_embeddings
     prompts = held_out_prompts(documents, count=1, max_tokens=positions)
     prompt = prompts[0] if prompts else documents[0].token_ids.tolist()
-    return best_speedup(figures.acceptance, measure_cost_ratio(teacher, student, prompt))
+    cost_ratio = measure_cost_ratio(teacher, student, prompt)
+    return None if cost_ratio is None else best_speedup(figures.acceptance, cost_ratio)

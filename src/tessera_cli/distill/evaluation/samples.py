@@ -65,11 +65,12 @@ def compare(
     Speed is measured on a second pass in which neither model stops early, so that both do the same work.
     Where no prompt leaves room for an answer, there are neither samples nor speeds.
     """
-    max_tokens = min(MAX_NEW_TOKENS, teacher.config.max_position_embeddings // 2)
+    positions = min(model.config.max_position_embeddings for model in (teacher, student))
+    max_tokens = min(MAX_NEW_TOKENS, positions // 2)
     prompts = held_out_prompts(
         documents,
         count=max(num_samples, NUM_SPEED_PROMPTS),
-        max_tokens=teacher.config.max_position_embeddings - max_tokens,
+        max_tokens=positions - max_tokens,
     )
     if not prompts:
         return Comparison((), 0, 0.0, 0.0)

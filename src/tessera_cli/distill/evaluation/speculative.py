@@ -12,6 +12,8 @@ from tessera_cli.models.decoder import Decoder
 MAX_DRAFT_LENGTH = 16
 ROUNDS, TOKENS_PER_ROUND = 3, 16
 PROMPT_TOKENS = 64
+# A token of a prompt, the token that it makes, and the one that a decode step makes of that.
+MIN_POSITIONS = 3
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,15 @@ def best_speedup(acceptance: float, cost_ratio: float) -> SpeculativeSpeedup:
     return SpeculativeSpeedup(acceptance, cost_ratio, speedups.index(best), best)
 
 
-def measure_cost_ratio(teacher: Decoder, student: Decoder, prompt: Sequence[int]) -> float:
+def measure_cost_ratio(teacher: Decoder, student: Decoder, prompt: Sequence[int]) -> float | None:
     """The median decode step of the student over that of the teacher: one sequence, in this engine, in turn.
 
-    `prompt` is cut so that it leaves room for the steps.
+    `prompt` is cut so that it leaves room for the steps. None where no model with so few positions has any.
     """
     positions = min(model.config.max_position_embeddings for model in (teacher, student))
-    num_tokens = min(TOKENS_PER_ROUND, positions // 2)
+    if positions < MIN_POSITIONS:
+        return None
+    num_tokens = min(TOKENS_PER_ROUND, max(2, positions // 2))
     token_ids = list(prompt[: min(PROMPT_TOKENS, positions - num_tokens)])
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(ROUNDS):
