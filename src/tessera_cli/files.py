@@ -1,7 +1,7 @@
 """Files that appear whole or not at all."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +25,12 @@ def write_file(path: Path, content: str | bytes) -> None:
             temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def foreign_names(directory: Path, ours: Collection[str]) -> list[str]:
+    """The names in `directory`, sorted, that are none of `ours` nor what an unfinished write of one leaves."""
+    names = sorted(entry.name for entry in directory.iterdir())
+    return [name for name in names if name.removeprefix(".").removesuffix(".tmp") not in ours]
 
 
 def sync(path: Path) -> None:

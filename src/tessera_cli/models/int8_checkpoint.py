@@ -9,10 +9,11 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from tessera_cli.errors import ModelError, RunError, UsageError
+from tessera_cli.files import foreign_names
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.loader import load_int8_decoder, save_decoder, select_dtype
-from tessera_cli.models.tokenizer import Tokenizer
-from tessera_cli.models.weight_files import num_stored_bytes
+from tessera_cli.models.tokenizer import TOKENIZER_FILES, Tokenizer
+from tessera_cli.models.weight_files import INT8_WEIGHTS, num_stored_bytes
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def check_target(target: Path, source: Path, *, overwrite: bool) -> None:
 
     Raises:
         UsageError: it is a file, holds `source`, is not empty, or, to be overwritten, does not hold a
-            quantised model.
+            quantised model and nothing else.
     """
     real_target, real_source = _real(target), _real(source)
     if real_target == real_source:
@@ -59,6 +60,11 @@ def check_target(target: Path, source: Path, *, overwrite: bool) -> None:
         is_int8 = False
     if not is_int8:
         raise UsageError(f"{target} holds something else than a quantised model", hint="write to another one")
+    if foreign := foreign_names(target, ("config.json", INT8_WEIGHTS, *TOKENIZER_FILES)):
+        raise UsageError(
+            f"{target} holds more than a quantised model: {', '.join(foreign)}",
+            hint="move these away, or write to another directory",
+        )
 
 
 def write_int8_checkpoint(source: Path, target: Path, *, overwrite: bool) -> Int8Checkpoint:

@@ -24,7 +24,7 @@ from tessera_cli.errors import DataError, ModelError
 Message = Mapping[str, Any]
 
 # What makes a directory's tokenizer, copied as it is to a student trained with it.
-_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -175,7 +175,7 @@ class Tokenizer:
 
     def save(self, path: Path) -> None:
         """Copy the tokenizer's files to the existing directory `path`, byte for byte."""
-        for name in _FILES:
+        for name in TOKENIZER_FILES:
             if (self.path / name).is_file():
                 shutil.copyfile(self.path / name, path / name)
 

@@ -362,10 +362,19 @@ def test_a_directory_in_use_is_never_taken_silently(run, recipe_file, finished, 
 
 def test_overwrite_starts_anew(run, recipe_file, finished, tmp_path):
     shutil.copytree(finished[0].run_dir, tmp_path / "run")
-    (tmp_path / "run" / "old").touch()
-    run(load_recipe(recipe_file, ["train.max_steps=1"]), tmp_path / "run", overwrite=True)
+    shorter = load_recipe(recipe_file, ["train.max_steps=1"])
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"holds more than a run: notes\.txt"):
+        run(shorter, tmp_path / "run", overwrite=True)
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+    assert read_run(tmp_path / "run").status == "finished"
+    (tmp_path / "run" / "notes.txt").unlink()
+    (tmp_path / "run" / ".run.json.tmp").touch()
+    (tmp_path / "run" / ".export").mkdir()
+    run(shorter, tmp_path / "run", overwrite=True)
     assert read_run(tmp_path / "run").step == 1
-    assert not (tmp_path / "run" / "old").exists()
+    assert not (tmp_path / "run" / ".export").exists()
+    run(shorter, tmp_path / "run", overwrite=True)  # whatever a run leaves may be replaced
 
 
 def test_nothing_to_resume_is_an_error(run, recipe_file, finished, tmp_path):

@@ -26,11 +26,17 @@ def test_only_a_quantised_model_is_ever_overwritten(
         check_target(int8_dir, inside, overwrite=True)
     with pytest.raises(UsageError, match="is not empty"):
         check_target(int8_dir, tiny_model_dir, overwrite=False)
-    check_target(int8_dir, tiny_model_dir, overwrite=True)
     other = shutil.copytree(tiny_model_dir, tmp_path / "other")
     for overwrite, match in ((False, "is not empty"), (True, "something else than a quantised model")):
         with pytest.raises(UsageError, match=match):
             check_target(other, tiny_model_dir, overwrite=overwrite)
+    shutil.rmtree(inside)
+    (int8_dir / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"holds more than a quantised model: notes\.txt"):
+        write_int8_checkpoint(tiny_model_dir, int8_dir, overwrite=True)
+    assert (int8_dir / "notes.txt").read_text() == "mine"
+    (int8_dir / "notes.txt").unlink()
+    write_int8_checkpoint(tiny_model_dir, int8_dir, overwrite=True)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is not a directory"):
         check_target(tmp_path / "file", tiny_model_dir, overwrite=True)

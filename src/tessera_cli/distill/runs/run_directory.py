@@ -25,18 +25,33 @@ from tessera_cli.distill.events import Evaluated, TrainStep
 from tessera_cli.distill.runs.metrics_file import metric_record, read_metrics, read_records, without_kind
 from tessera_cli.distill.runs.run_status import RunStatus, read_run
 from tessera_cli.errors import RunError, UsageError
+from tessera_cli.files import foreign_names
 from tessera_cli.recipe.loader import LoadedRecipe, dump_recipe, load_recipe
 from tessera_cli.recipe.schema import Recipe
 
 METRICS_FILE = "metrics.jsonl"
+
+# All that a run leaves in its directory; TensorBoard's files are under the project's name.
+_ENTRIES = (
+    *(
+        "run.json",
+        "recipe.yaml",
+        "origins.json",
+        "width.json",
+        METRICS_FILE,
+        "on_policy.jsonl",
+        "checkpoints",
+    ),
+    *("export", "adapters", "report.md", "report.html", "curve.png", "tessera"),
+)
 
 
 def check_available(path: Path, *, overwrite: bool) -> None:
     """See that a new run may claim `path`.
 
     Raises:
-        UsageError: it is a file, is not empty, or, to be overwritten, does not hold a run or holds a running
-        one.
+        UsageError: it is a file, is not empty, or, to be overwritten, does not hold a run, holds a running
+        one, or more than a run.
     """
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path} is not a directory")
@@ -49,6 +64,11 @@ def check_available(path: Path, *, overwrite: bool) -> None:
     # Only what is known to be a run is ever deleted.
     if read_run(path).status == "running":
         raise UsageError(f"{path} is being run by another process", hint="choose another --output-dir")
+    if foreign := foreign_names(path, _ENTRIES):
+        raise UsageError(
+            f"{path} holds more than a run: {', '.join(foreign)}",
+            hint="move these away, or choose another --output-dir",
+        )
 
 
 class RunDirectory:
