@@ -1,9 +1,10 @@
 """Everything that only a CUDA device can tell about the kernels: `make gpu-check`.
 
-Compiles them, holds them to the parity suite on the device, runs compute-sanitizer over a few cases if it is
-installed, and measures decode and chunked prefill as shares of what the device itself reaches in the same
-run: bandwidth of a device-to-device copy, rate of a large matrix product. One table, and one JSON file. A
-machine without CUDA gets one line and exit code 1.
+Compiles them, holds them to the parity suite on the device, and the engine's captured decode steps to those
+that are not; runs compute-sanitizer over a few cases if it is there; measures decode and chunked prefill as
+shares of what the device reaches in the same run: bandwidth of a device-to-device copy, rate of a large
+matrix product; then steps of the engine. Two tables, and one JSON file. A machine without CUDA gets one line
+and exit code 1.
 """
 
 import argparse
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.unit.kernels import parity
 
+from benchmarks import gpu_engine
 from benchmarks.gpu_steps import BLOCK_SIZE, Step, gather_and_attend, installed, make_step
 from tessera_cli.attention import AttentionLayer
 from tessera_cli.errors import TesseraError
@@ -78,22 +80,26 @@ def main() -> int:
     failures = check_parity(few=options.few)
     if options.parity_only:
         return bool(failures)
+    failures += gpu_engine.check_tokens(gpu_engine.SMOLLM2, "cuda")
     sanitizer = check_with_sanitizer()
     copy, product = measure_copy(), measure_product()
     print(f"copy {copy / 1e9:.0f} GB/s, bfloat16 matrix product {product / 1e12:.0f} TFLOP/s")
     measurements = [*measure_all(copy, product)]
     print_table(measurements)
+    steps = gpu_engine.measure_models("cuda")
+    gpu_engine.print_table(steps)
     options.output.write_text(
         json.dumps(
             {
                 "device": properties.name,
                 "torch": torch.__version__,
                 "cuda": torch.version.cuda,
-                "parity_failures": failures,
+                "failures": failures,
                 "sanitizer": sanitizer,
                 "copy_bytes_per_second": copy,
                 "product_operations_per_second": product,
                 "measurements": [asdict(measurement) for measurement in measurements],
+                "engine_steps": [asdict(step) for step in steps],
             },
             indent=2,
         )

@@ -95,6 +95,7 @@ def run(
     enable_prefix_caching: options.PrefixCachingOption = True,
     scheduling_policy: options.SchedulingPolicyOption = "fcfs",
     attention_backend: options.AttentionBackendOption = "auto",
+    enforce_eager: options.EnforceEagerOption = False,
     trace: options.TraceOption = None,
     offline: options.OfflineOption = False,
     debug: options.DebugOption = False,

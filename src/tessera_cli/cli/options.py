@@ -156,6 +156,10 @@ AttentionBackendOption = Annotated[
     str,
     typer.Option(metavar="auto|reference|cpu|cuda", help="Attention kernel."),
 ]
+EnforceEagerOption = Annotated[
+    bool,
+    typer.Option("--enforce-eager", help="On CUDA, capture no graphs of decode steps."),
+]
 TraceOption = Annotated[
     Path | None,
     typer.Option(
@@ -182,6 +186,7 @@ ENGINE_OPTIONS = (
     "enable_prefix_caching",
     "scheduling_policy",
     "attention_backend",
+    "enforce_eager",
 )
 
 

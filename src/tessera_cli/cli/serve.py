@@ -106,6 +106,7 @@ def serve(
     enable_prefix_caching: options.PrefixCachingOption = True,
     scheduling_policy: options.SchedulingPolicyOption = "fcfs",
     attention_backend: options.AttentionBackendOption = "auto",
+    enforce_eager: options.EnforceEagerOption = False,
     offline: options.OfflineOption = False,
     debug: options.DebugOption = False,
 ) -> None:

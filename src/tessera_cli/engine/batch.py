@@ -1,6 +1,6 @@
 """One step of the scheduler as tensors: packed tokens of all its sequences, without padding."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,9 +28,39 @@ class Batch:
     first_rows: tuple[int, ...]
     metadata: AttentionMetadata
 
+    def to(self, device: torch.device) -> "Batch":
+        """The same batch on `device`; copies to a CUDA device are queued, and nobody waits for them."""
+        if device.type == "cpu":
+            return self
 
-def build_batch(output: SchedulerOutput, *, block_size: int, device: torch.device) -> Batch:
-    """Pack the tokens of a step that schedules at least one.
+        def sent(tensor: Tensor) -> Tensor:
+            return staged(tensor, device).to(device, non_blocking=True)
+
+        metadata = self.metadata
+        return replace(
+            self,
+            input_ids=sent(self.input_ids),
+            positions=sent(self.positions),
+            metadata=replace(
+                metadata,
+                query_start_loc=sent(metadata.query_start_loc),
+                seq_lens=sent(metadata.seq_lens),
+                block_tables=sent(metadata.block_tables),
+                slot_mapping=sent(metadata.slot_mapping),
+            ),
+        )
+
+
+def staged(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` of the CPU where a copy to `device` need not wait for it: for CUDA, in pinned memory.
+
+    torch keeps that memory from other use until the copies from it are done.
+    """
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def build_batch(output: SchedulerOutput, *, block_size: int) -> Batch:
+    """Pack the tokens of a step that schedules at least one, on the CPU.
 
     The loops are over sequences; tokens are counted out by numpy, which for a few numbers is quicker than
     torch and shares its memory.
@@ -55,20 +85,20 @@ def build_batch(output: SchedulerOutput, *, block_size: int, device: torch.devic
         block_tables[row, : len(table)] = table
     slots = block_tables[rows, positions // block_size] * block_size + positions % block_size
 
-    def tensor(values: NDArray[np.int64], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(values).to(device=device, dtype=dtype)
+    def int32(values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values.astype(np.int32))
 
     metadata = AttentionMetadata(
-        query_start_loc=tensor(query_start_loc, torch.int32),
-        seq_lens=tensor(seq_lens, torch.int32),
-        block_tables=tensor(block_tables, torch.int32),
-        slot_mapping=tensor(slots, torch.int64),
+        query_start_loc=int32(query_start_loc),
+        seq_lens=int32(seq_lens),
+        block_tables=int32(block_tables),
+        slot_mapping=torch.from_numpy(slots),
         max_query_len=int(counts.max()),
         max_seq_len=int(seq_lens.max()),
     )
     return Batch(
-        input_ids=torch.tensor(input_ids, dtype=torch.int64, device=device),
-        positions=tensor(positions, torch.int64),
+        input_ids=torch.tensor(input_ids, dtype=torch.int64),
+        positions=torch.from_numpy(positions),
         first_rows=tuple(query_start_loc[:-1].tolist()),
         metadata=metadata,
     )

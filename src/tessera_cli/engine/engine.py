@@ -49,6 +49,7 @@ class Engine:
         config: EngineConfig,
         *,
         attention_backend: str = "auto",
+        enforce_eager: bool = True,
         grammar_vocabulary: GrammarVocabulary | None = None,
         observer: StepObserver | None = None,
         notes: SequenceOf[str] = (),
@@ -56,12 +57,14 @@ class Engine:
         """Serve `model` on its own device; its weights may go on being trained between steps.
 
         Whoever changes the weights calls `reset_prefix_cache`. Structured output needs `grammar_vocabulary`;
-        `observer` is told of every committed step.
+        `observer` is told of every committed step. Without `enforce_eager` decode steps on CUDA are captured
+        as graphs, which read the weights where they lie now: neither they nor the layers may be replaced.
 
         Raises:
             CapacityError: `config.max_model_len` is more than the model's positions, or the KV cache is more
                 than the device's memory.
             UsageError: no such attention backend.
+            RunError: the graphs cannot be captured.
         """
         check_positions(config.max_model_len, model.config)
         self.attention_backend = select_backend(
@@ -79,7 +82,7 @@ class Engine:
         self._grammar_vocabulary = grammar_vocabulary
         self.observer = observer
         # The runner first: a pool too large for the device's tensors is too large for the scheduler's lists.
-        self._runner = ModelRunner(model, config, self.attention_backend[0])
+        self._runner = ModelRunner(model, config, self.attention_backend[0], enforce_eager=enforce_eager)
         self._scheduler = Scheduler(config, model.config.eos_token_ids)
         self._records = RequestRecords()
         self._num_steps = 0

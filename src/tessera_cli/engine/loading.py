@@ -46,6 +46,7 @@ class EngineOptions(TypedDict, total=False):
     enable_prefix_caching: bool
     scheduling_policy: SchedulingPolicy
     attention_backend: str
+    enforce_eager: bool
 
 
 def load_engine(
@@ -66,6 +67,7 @@ def load_engine(
     enable_prefix_caching: bool = EngineConfig.enable_prefix_caching,
     scheduling_policy: SchedulingPolicy = EngineConfig.scheduling_policy,
     attention_backend: str = "auto",
+    enforce_eager: bool = False,
 ) -> Engine:
     """Load the model directory `path` and size the KV cache for it.
 
@@ -79,7 +81,9 @@ def load_engine(
         device: "auto" is CUDA where there is one.
         block_size: tokens per KV block.
         num_blocks: KV blocks, the null block included; instead of `kv_cache_memory`.
-        kv_cache_memory: bytes of the KV cache; None is what `PoolSizing.blocks_from_free` says.
+        kv_cache_memory: bytes of the KV cache; None is what `PoolSizing.blocks_from_free` says. A pool on a CPU
+            that neither this nor `num_blocks` sizes takes memory for ended sequences sparingly: see
+            `BlockPool`.
         gpu_memory_utilization: share of a GPU's memory for weights and KV cache, where the cache is given
             neither bytes nor blocks.
         max_model_len: tokens of one sequence; None is the model's maximum.
@@ -89,11 +93,13 @@ def load_engine(
         enable_prefix_caching: whether beginnings that prompts have in common are computed once.
         scheduling_policy: "fcfs" or "priority".
         attention_backend: "auto" or a backend's name.
+        enforce_eager: whether decode steps on CUDA run kernel by kernel, not as captured graphs.
 
     Raises:
         ModelError: the model is missing, broken or of another architecture.
         UsageError: an option has a value that means nothing.
         CapacityError: the sizes do not fit together.
+        RunError: the graphs cannot be captured.
     """
     if num_blocks is not None and kv_cache_memory is not None:
         raise UsageError("num_blocks and kv_cache_memory both size the KV cache", hint="give one of them")
@@ -116,6 +122,7 @@ def load_engine(
         layers = model.attention_layers
     backend, _ = select_backend(attention_backend, device, layers=layers, block_size=block_size)
     pool = PoolSizing(layers, stored_dtype, block_size, max_model_len)
+    num_kept_blocks: int | None = None
     if num_blocks is not None:
         num_blocks = pool.checked_blocks(num_blocks, device, memory)
     elif kv_cache_memory is not None:
@@ -130,6 +137,8 @@ def load_engine(
             max_num_seqs=max_num_seqs,
             utilization=gpu_memory_utilization,
         )
+        if device == "cpu":  # where a block that was never used costs nothing
+            num_kept_blocks = pool.num_full_blocks
     config = EngineConfig(
         num_blocks=num_blocks,
         max_model_len=max_model_len,
@@ -140,11 +149,13 @@ def load_engine(
         enable_prefix_caching=enable_prefix_caching,
         scheduling_policy=scheduling_policy,
         kv_cache_dtype=kv_cache_dtype,
+        num_kept_blocks=num_kept_blocks,
     )
     return Engine(
         load_served_model(path, torch_dtype, device, chosen, backend) if model is None else model,
         config,
         attention_backend=attention_backend,
+        enforce_eager=enforce_eager,
         grammar_vocabulary=GrammarVocabulary(
             path / "tokenizer.json", vocab_size=known.vocab_size, eos_token_ids=known.eos_token_ids
         ),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tessera_cli.engine.batch import Batch, build_batch
 from tessera_cli.engine.config import EngineConfig
+from tessera_cli.engine.decode_graphs import CudaCapture, DecodeGraphs
 from tessera_cli.engine.forward import build_forward
 from tessera_cli.engine.logprobs import token_logprobs
 from tessera_cli.engine.sampler import SampleRow, sample, uniform
@@ -15,10 +16,11 @@ from tessera_cli.engine.scheduler_output import ScheduledSequence, SchedulerOutp
 from tessera_cli.engine.sequence import SampleError, SequenceKey
 from tessera_cli.engine.step_result import PromptLogprobs, StepResult, TokenLogprobs
 from tessera_cli.engine.structured_output import Matcher
-from tessera_cli.errors import CapacityError
+from tessera_cli.errors import CapacityError, RunError
 from tessera_cli.kernels.backend import build_attention
 from tessera_cli.kernels.kv_cache import select_kv_cache_dtype
 from tessera_cli.models.causal_lm import CausalLM
+from tessera_cli.models.decoder import Decoder
 
 # Logits are computed for so many rows at once at most: 64 MB for a vocabulary of 65,536 tokens.
 MAX_LOGITS_ROWS = 256
@@ -29,11 +31,18 @@ _NO_MATCHERS: Mapping[SequenceKey, Matcher] = MappingProxyType({})
 class ModelRunner:
     """Holds a model and the KV cache of its layers, on the model's device.
 
+    Attributes:
+        decode_graphs: what runs the steps that it takes; None where every step is run kernel by kernel: asked
+            for by `enforce_eager`, or the kernels or the model are none that are known to be capturable.
+
     Raises:
         CapacityError: the device has no memory for the KV cache.
+        RunError: the graphs cannot be captured.
     """
 
-    def __init__(self, model: CausalLM, config: EngineConfig, backend: str) -> None:
+    def __init__(
+        self, model: CausalLM, config: EngineConfig, backend: str, *, enforce_eager: bool = True
+    ) -> None:
         self._model = model
         self._config = config
         self._device = model.device
@@ -57,6 +66,19 @@ class ModelRunner:
                 hint="lower kv_cache_memory or num_blocks",
             ) from error
         self._forward = build_forward(model, self._attention, backend)
+        self.decode_graphs: DecodeGraphs | None = None
+        if backend == "cuda" and isinstance(model, Decoder) and not enforce_eager:
+            self.decode_graphs = self._capture()
+
+    @torch.inference_mode()
+    def _capture(self) -> DecodeGraphs:
+        try:
+            return DecodeGraphs(self._forward, CudaCapture(self._device), self._config, self._device)
+        except RuntimeError as error:
+            raise RunError(
+                f"the CUDA graphs of decode steps cannot be captured: {str(error).splitlines()[0]}",
+                hint="lower gpu_memory_utilization where memory is short, or set enforce_eager",
+            ) from error
 
     @torch.inference_mode()
     def run(
@@ -70,8 +92,11 @@ class ModelRunner:
         """
         if output.block_copies:
             self._attention.copy_blocks(output.block_copies)
-        batch = build_batch(output, block_size=self._config.block_size, device=self._device)
-        hidden = self._forward(batch)
+        batch = build_batch(output, block_size=self._config.block_size)
+        if self.decode_graphs is not None and self.decode_graphs.takes(batch):
+            hidden = self.decode_graphs(batch)
+        else:
+            hidden = self._forward(batch.to(self._device))
         result = StepResult()
         self._sample(output, batch, hidden, matchers, result)
         self._score_prompts(output, batch, hidden, result)
@@ -94,7 +119,7 @@ class ModelRunner:
         for begin in range(0, len(sampling), MAX_LOGITS_ROWS):
             chunk = sampling[begin : begin + MAX_LOGITS_ROWS]
             items = [item for item, _ in chunk]
-            logits = self._model.logits(hidden[[row for _, row in chunk]])
+            logits = self._model.logits(_take(hidden, [row for _, row in chunk]))
             rows = [_sample_row(item, matchers.get(item.sequence.key)) for item in items]
             tokens = sample(logits, rows, eos_token_ids=self._eos_token_ids)
             result.tokens.update(
@@ -122,6 +147,13 @@ class ModelRunner:
                 scored = token_logprobs(logits, [[token] for token in token_ids], [num_top] * len(token_ids))
                 rows += [row[0] if row is not None else None for row in scored]
             result.prompt_logprobs[sequence.key] = PromptLogprobs(start, tuple(rows))
+
+
+def _take(hidden: Tensor, rows: list[int]) -> Tensor:
+    """The ascending `rows` of `hidden`: all of them in a decode step, which needs neither copy nor index."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return hidden[rows[0] : rows[-1] + 1]
+    return hidden[rows]
 
 
 def _sample_row(item: ScheduledSequence, matcher: Matcher | None) -> SampleRow:

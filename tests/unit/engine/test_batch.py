@@ -9,8 +9,6 @@ from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.engine.scheduler_output import ScheduledSequence, SchedulerOutput
 from tessera_cli.engine.sequence import Sequence
 
-CPU = torch.device("cpu")
-
 
 def scheduled(start: int, count: int, num_tokens: int, blocks: list[int]) -> ScheduledSequence:
     """A sequence whose token at each position tells its first block and the position."""
@@ -21,7 +19,7 @@ def scheduled(start: int, count: int, num_tokens: int, blocks: list[int]) -> Sch
 
 def build(items: list[ScheduledSequence], *, block_size: int = 4) -> Batch:
     total = sum(item.num_scheduled_tokens for item in items)
-    return build_batch(SchedulerOutput(tuple(items), (), (), total), block_size=block_size, device=CPU)
+    return build_batch(SchedulerOutput(tuple(items), (), (), total), block_size=block_size)
 
 
 def test_packs_a_mixed_step_of_decode_last_chunk_and_first_chunk() -> None:

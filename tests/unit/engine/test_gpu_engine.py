@@ -1,0 +1,67 @@
+"""The engine's part of `make gpu-check`, run dry: on a CPU, where nothing is captured."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from benchmarks import gpu_engine
+from torch import Tensor
+
+from tessera_cli.engine.batch import Batch
+from tessera_cli.engine.decode_graphs import DecodeGraphs
+
+TINY = replace(
+    gpu_engine.SMOLLM2,
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+)
+
+
+@pytest.fixture(autouse=True)
+def _few_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_engine, "REPEATS", 2)
+    monkeypatch.setattr(gpu_engine, "NUM_REQUESTS", 12)
+
+
+def test_equal_tokens_are_no_failure() -> None:
+    assert gpu_engine.check_tokens(TINY, "cpu") == []
+
+
+def test_a_step_that_goes_wrong_only_when_padded_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a graph that reads what was there at its capture would."""
+    replay = DecodeGraphs.__call__
+
+    def stale(self: DecodeGraphs, batch: Batch) -> Tensor:
+        return replay(self, replace(batch, input_ids=torch.zeros_like(batch.input_ids)))
+
+    monkeypatch.setattr(DecodeGraphs, "__call__", stale)
+    failures = gpu_engine.check_tokens(TINY, "cpu")
+    assert failures
+    assert all("against padded steps in bfloat16: request" in failure for failure in failures)
+
+
+def test_every_step_is_measured_by_every_implementation(capsys: pytest.CaptureFixture[str]) -> None:
+    decoder = gpu_engine.make_decoder(TINY, torch.bfloat16, "cpu")
+    compiled = []
+
+    def compile(function: object, *, dynamic: bool) -> object:
+        compiled.append(function)
+        return function
+
+    steps = list(gpu_engine.measure("tiny", decoder, context=20, prefill=48, compile=compile))
+    for batch in gpu_engine.BATCHES:
+        kinds = [step.implementation for step in steps if step.step == f"decode {batch} x 20"]
+        assert kinds == ["eager", "padded", "graphs"]
+    kinds = [step.implementation for step in steps if step.step == "prefill 48"]
+    assert kinds == ["eager", "compiled prefill"]
+    assert len(compiled) == TINY.num_hidden_layers
+    assert all(step.milliseconds > 0 for step in steps)
+    gpu_engine.print_table(steps)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(steps)
+    assert lines[-1].split()[-1] == f"{steps[-1].milliseconds:.3f}"
