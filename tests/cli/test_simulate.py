@@ -131,6 +131,26 @@ def test_a_machine_that_its_own_runs_contradict_is_warned_of(tessera, tmp_path: 
 
 
 @pytest.mark.parametrize(
+    ("asked", "is_far"),
+    [
+        (["--concurrency", "4"], False),
+        (["--concurrency", "9"], True),
+        (["--concurrency", "4", "--input-len", "360"], True),
+        (["--concurrency", "4", "--input-len", "100"], False),
+    ],
+)
+def test_a_load_far_beyond_the_measured_ones_is_told(tessera, tmp_path: Path, asked: list[str], is_far: bool):
+    options = ["--concurrency", "4", "--output-len", "20", "--json"]
+    figures = json.loads(tessera(*COSTS, *options)[1])
+    figures |= {"max_concurrency": 4, "config": figures["load"] | figures["engine"]}
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps(figures))
+    code, _, err = tessera("--calibration", str(file), "--output-len", "20", *asked)
+    assert code == ExitCode.SUCCESS
+    assert ("the prediction is a guess" in err) == is_far
+
+
+@pytest.mark.parametrize(
     "text",
     [
         '{"results": []}',

@@ -138,6 +138,8 @@ def simulate(
             "slo": bounds,
             "slo_percentile": slo_percentile,
         }
+    if doubts := machine.doubts(result):
+        output.warning(doubts)
     from tessera_cli.cli.simulate_report import report
 
     if json_output:

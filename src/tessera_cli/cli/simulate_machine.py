@@ -16,6 +16,8 @@ from tessera_cli.settings import Settings, prepare_process
 
 if TYPE_CHECKING:
     from tessera_cli.models.config import ModelConfig
+    from tessera_cli.serving.calibration import Extent
+    from tessera_cli.serving.simulation_result import SimulationResult
 
 _POLICIES = ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_caching")
 _MAX_BLOCKS = 1 << 24  # an object each: a few seconds and gigabytes
@@ -27,15 +29,32 @@ _ROOFLINE = ("compute_efficiency", "memory_efficiency", "gpu_memory_utilization"
 
 @dataclass(frozen=True)
 class Machine:
-    """What is simulated: `name` tells people, `cost` prices steps, `config` sizes the engine."""
+    """What is simulated: `name` tells people, `cost` prices steps, `config` sizes the engine.
+
+    `measured` is the most that the runs had whose steps were timed, where some were.
+    """
 
     name: str
     cost: CostModel
     config: EngineConfig
     fields: dict[str, Any]
+    measured: "Extent | None" = None
 
     def as_dict(self) -> dict[str, Any]:
         return {"machine": self.fields | {"name": self.name}, "engine": asdict(self.config)}
+
+    def doubts(self, result: "SimulationResult") -> str | None:
+        """Why not to trust `result`, if it has far more at once than was measured."""
+        from tessera_cli.serving.calibration import Extent
+
+        reached = Extent.of(result, self.config)
+        if self.measured is None or not reached.is_far_beyond(self.measured):
+            return None
+        return (
+            f"this load has up to {reached.num_requests:,} requests and {reached.num_cached_tokens:,} cached"
+            f" tokens at once, the benchmark had {self.measured.num_requests:,} and"
+            f" {self.measured.num_cached_tokens:,}: the prediction is a guess; measure a load like this one"
+        )
 
 
 # A prediction that is a quarter off still tells one machine from two.
@@ -100,7 +119,7 @@ def _calibrated(context: typer.Context, path: Path, output: Output) -> Machine:
         f" {fitted.num_runs} runs by at most {fitted.worst_error:.0%}"
     )
     fields = {"cost": asdict(cost), "calibration": str(path), "worst_error": fitted.worst_error}
-    return Machine(name, cost, replace(fitted.config, **changes), fields)
+    return Machine(name, cost, replace(fitted.config, **changes), fields, fitted.extent)
 
 
 def _on_gpu(context: typer.Context, gpu: Gpu, settings: Settings, output: Output) -> Machine:

@@ -9,7 +9,7 @@ the non-negative least-squares solution of relative errors.
 import json
 import math
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ _ENGINE_KEYS = (
     "enable_chunked_prefill",
     "enable_prefix_caching",
     "scheduling_policy",
+    "num_kept_blocks",
 )
 _MEASURES = ("duration", "mean_ttft_ms", "mean_itl_ms")
 
@@ -45,13 +46,37 @@ class MeasuredRun:
 
 
 @dataclass(frozen=True)
+class Extent:
+    """The most that a run had at once: requests in flight, and tokens in KV blocks."""
+
+    num_requests: int
+    num_cached_tokens: int
+
+    @classmethod
+    def of(cls, result: SimulationResult, config: EngineConfig) -> "Extent":
+        """What `result`, of an engine of `config`, came to."""
+        num_blocks = round(result.peak_kv_cache_usage * config.num_usable_blocks)
+        return cls(result.max_concurrent_requests, num_blocks * config.block_size)
+
+    def is_far_beyond(self, other: "Extent") -> bool:
+        """Whether this one has more than twice what `other` has: fitted lines are a guess there."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return any(mine > 2 * its for mine, its in pairs)
+
+
+@dataclass(frozen=True)
 class Calibration:
-    """Costs, the engine that they were measured on, and by how much the fit misses its figures at most."""
+    """Costs, the engine that they were measured on, and by how much the fit misses its figures at most.
+
+    Attributes:
+        extent: the most that any of the runs had.
+    """
 
     cost: LinearCost
     config: EngineConfig
     num_runs: int
     worst_error: float
+    extent: Extent
 
 
 def calibrate(path: Path) -> Calibration:
@@ -61,15 +86,18 @@ def calibrate(path: Path) -> Calibration:
         DataError: no such file, or nothing in it that can be fitted.
     """
     runs = read_runs(path)
-    coefficients, measured = [], []
+    coefficients, measured, extents = [], [], []
     for run in runs:
-        units = [_measures(simulate(run.config, run.load, unit)) for unit in _UNITS]
+        results = [simulate(run.config, run.load, unit) for unit in _UNITS]
+        units = [_measures(result) for result in results]
+        extents.append(astuple(Extent.of(results[0], run.config)))
         for name, value in run.measures.items():
             coefficients.append([unit[name] / value for unit in units])
             measured.append(1.0)
     costs = non_negative_least_squares(coefficients, measured)
     worst = max(abs(sum(c * cost for c, cost in zip(row, costs, strict=True)) - 1) for row in coefficients)
-    return Calibration(LinearCost(*costs), runs[0].config, len(runs), worst)
+    extent = Extent(*map(max, zip(*extents, strict=True)))
+    return Calibration(LinearCost(*costs), runs[0].config, len(runs), worst, extent)
 
 
 def read_runs(path: Path) -> list[MeasuredRun]:
