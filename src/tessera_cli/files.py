@@ -28,7 +28,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def foreign_names(directory: Path, ours: Collection[str]) -> list[str]:
-    """The names in `directory`, sorted, that are none of `ours` nor what an unfinished write of one leaves."""
+    """The names in `directory`, sorted, that are none of `ours` nor of what an unfinished write leaves."""
     names = sorted(entry.name for entry in directory.iterdir())
     return [name for name in names if name.removeprefix(".").removesuffix(".tmp") not in ours]
 

@@ -47,6 +47,17 @@ def test_the_plan_fits_80_columns_and_names_what_is_not_the_default(recipe: str,
     assert not Path("runs").exists()
 
 
+def test_the_plan_tells_what_a_cache_costs(recipe: str, capsys: Capsys) -> None:
+    assert run(["distill", "plan", recipe, "teacher.cache={kind: sample, num_samples: 7}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    assert "teacher cache sample, at most" in text
+    assert "(at most 29 bytes each)" in text
+    assert run(["distill", "plan", recipe]) == 0
+    assert "teacher cache" not in capsys.readouterr().out
+
+
 def test_the_plan_in_json_has_recipe_origins_and_figures(recipe: str, capsys: Capsys) -> None:
     assert run(["distill", "plan", recipe, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

@@ -12,6 +12,7 @@ from tessera_cli.settings import Settings
 if TYPE_CHECKING:
     from tessera_cli.distill.plan import Plan
     from tessera_cli.distill.runs.run_status import RunStatus
+    from tessera_cli.distill.teacher_cache.cost import CacheCost
     from tessera_cli.recipe.loader import LoadedRecipe
     from tessera_cli.recipe.student_section import StudentSection
 
@@ -76,6 +77,7 @@ def plan_lines(loaded: "LoadedRecipe", plan: "Plan") -> list[str]:
         ("on-policy", f"{about}{plan.num_on_policy_steps:,} of the steps train on the student's own answers")
         if loaded.recipe.data.on_policy
         else None,
+        ("teacher cache", _cache_in_words(plan.cache)) if plan.cache is not None else None,
         ("compute", f"{plan.gflop_per_token:.3g} GFLOP/token, {total_flop:.2g} FLOP in all"),
         (
             "memory",
@@ -90,6 +92,15 @@ def plan_lines(loaded: "LoadedRecipe", plan: "Plan") -> list[str]:
     for note in plan.notes:
         lines += ["", *textwrap.wrap(f"note: {note}", WIDTH, subsequent_indent="  ")]
     return [*lines, "", *_origin_lines(loaded)]
+
+
+def _cache_in_words(cache: "CacheCost") -> str:
+    most = "at most " if cache.kind == "sample" else ""
+    return (
+        f"{cache.kind}, {most}{_size(cache.train_bytes)} for {cache.num_tokens:,} supervised tokens "
+        f"({most}{cache.bytes_per_token:,} bytes each) and {_size(cache.eval_bytes)} for held-out ones; "
+        f"{cache.gflop * 1e9:.2g} FLOP of the teacher, once"
+    )
 
 
 def show_run(run_dir: Path, output: Output) -> None:

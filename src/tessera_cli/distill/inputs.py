@@ -89,6 +89,16 @@ class RunInputs:
             rest = iter(found)
             yield [list(islice(rest, sum(map(len, micro_batch)))) for micro_batch in step]
 
+    def first_pass(self) -> Iterator[list[Document]]:
+        """The run's micro-batches, up to the step after which each document was in one."""
+        came: set[int] = set()
+        for step in self.step_documents():
+            for micro_batch in step:
+                yield micro_batch
+                came.update(map(id, micro_batch))
+            if len(came) == len(self.train.lengths):
+                return
+
     def fingerprints(self) -> dict[str, str]:
         """Hashes of all that decides the weights: a resumed run must find the same."""
         return self.student.fingerprints() | {
@@ -105,8 +115,8 @@ def read_inputs(
 ) -> RunInputs:
     """Resolve the teacher, read and tokenise the documents, and lay out every step.
 
-    `notify` hears of a conversion, which takes a while. `estimate` is as in `StepPlan.of`: good enough to tell,
-    not to run.
+    `notify` hears of a conversion, which takes a while. `estimate` is as in `StepPlan.of`: good enough to
+    tell, not to run.
 
     Raises:
         ModelError: no such teacher, or a tokenizer with more ids than the model.

@@ -11,12 +11,8 @@ from tessera_cli.distill.evaluation.run_report import write_report
 from tessera_cli.distill.events import Evaluated, Event, Listener, Note, StageStarted, TrainStep, event_values
 from tessera_cli.distill.generation.teacher_answers import read_answered_inputs
 from tessera_cli.distill.inputs import RunInputs
-from tessera_cli.distill.runs.run_directory import (
-    RunDirectory,
-    check_available,
-    check_resumable,
-    writing,
-)
+from tessera_cli.distill.runs.claims import check_available, check_resumable
+from tessera_cli.distill.runs.run_directory import RunDirectory, writing
 from tessera_cli.distill.runs.run_models import check_caches, prepare_models
 from tessera_cli.distill.training.checkpoint import (
     TrainerState,

@@ -6,6 +6,7 @@ from typing import Any
 
 from tessera_cli.distill.data.on_policy_steps import answering_engine, count_on_policy_steps
 from tessera_cli.distill.inputs import RunInputs, read_inputs
+from tessera_cli.distill.teacher_cache.cost import CacheCost, cache_cost
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.source import Notify
 from tessera_cli.recipe.loader import LoadedRecipe
@@ -51,9 +52,9 @@ class Plan:
     `layers` are the teacher's layers that the student starts with, None where their importance decides at
     the start of the run, () where it starts with none of them. KV bytes are those of the stored dtype, the
     student's as it is exported. `gflop_per_token` is a training step's: 6 FLOP per multiplied parameter of
-    the student, 2 of the teacher. Documents count as they are in the files, also in the `num_on_policy_steps`
-    that train on the student's answers to their prompts. `is_estimate` tells that a run so long was not counted to its end,
-    its beginning was. `notes` say what is left out.
+    the student, 2 of the teacher or of as much of it as a cache leaves to do. Documents count as they are in
+    the files, also in the `num_on_policy_steps` that train on the student's answers to their prompts.
+    `is_estimate` tells that only the beginning of a very long run was counted. `notes` say what is left out.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Plan:
     is_estimate: bool
     gflop_per_token: float
     memory: MemoryEstimate
+    cache: CacheCost | None
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -107,8 +109,9 @@ def plan_recipe(recipe: LoadedRecipe, *, home: Path, offline: bool, notify: Noti
         num_epochs=inputs.steps.num_epochs,
         num_on_policy_steps=_on_policy_steps(inputs),
         is_estimate=inputs.steps.is_estimate,
-        gflop_per_token=(3 * student.flops_per_token() + teacher.flops_per_token()) / 1e9,
+        gflop_per_token=(3 * student.flops_per_token() + _teacher_flops(inputs)) / 1e9,
         memory=_memory(inputs.recipe, teacher, student),
+        cache=cache_cost(inputs),
         notes=inputs.notes,
     )
 
@@ -122,6 +125,15 @@ def _figures(config: ModelConfig) -> ModelFigures:
     )
 
 
+def _teacher_flops(inputs: RunInputs) -> int:
+    """The teacher's part of a training step, for each token."""
+    kind, teacher = inputs.recipe.teacher.cache.kind, inputs.teacher.config
+    if kind == "none":
+        return teacher.flops_per_token()
+    # Hidden states leave the head to do, other kinds nothing.
+    return 2 * teacher.hidden_size * inputs.student.config.vocab_size if kind == "hidden" else 0
+
+
 def _memory(recipe: Recipe, teacher: ModelConfig, student: ModelConfig) -> MemoryEstimate:
     # The loss holds logits and log-probabilities of teacher and student, 4 bytes each, and the head's
     # gradient.
@@ -129,8 +141,10 @@ def _memory(recipe: Recipe, teacher: ModelConfig, student: ModelConfig) -> Memor
     head_gradient = 4 * student.vocab_size * student.hidden_size
     # "auto" is float32 on a CPU: the larger of what it can come to.
     teacher_bytes = 4 if recipe.teacher.dtype == "auto" else _BYTES[recipe.teacher.dtype]
+    # Beside a cache there are the embedding, the final norm and the head.
+    cached_layers = 0 if recipe.teacher.cache.kind == "none" else teacher.num_hidden_layers
     return MemoryEstimate(
-        teacher=teacher_bytes * teacher.num_parameters,
+        teacher=teacher_bytes * (teacher.num_parameters - cached_layers * teacher.num_layer_parameters),
         student=16 * (student.num_parameters + _projection_parameters(recipe, teacher, student)),
         loss=chunk + head_gradient,
         answers=_answer_bytes(recipe, student),

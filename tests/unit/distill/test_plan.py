@@ -66,6 +66,55 @@ def test_a_run_without_end_is_planned_at_once_and_said_to_be_estimated(recipe_fi
         assert plan(recipe_file, *ended, length).is_estimate
 
 
+@pytest.mark.parametrize(
+    "cache",
+    [
+        "{kind: hidden}",
+        "{kind: hidden, dtype: float32}",
+        "{kind: topk, k: 5}",
+        "{kind: sample, num_samples: 300}",
+    ],
+)
+def test_a_cache_costs_what_the_plan_says(recipe_file, cache):
+    from tessera_cli.distill.teacher_cache.command import cache_recipe
+
+    override = f"teacher.cache={cache}"
+    told = plan(recipe_file, override).cache
+    recipe = load_recipe(recipe_file, [override]).recipe
+    train, held_out = (
+        report.figures
+        for report in cache_recipe(
+            recipe,
+            verify=False,
+            listener=lambda event: None,
+            device="cpu",
+            offline=True,
+            home=recipe_file.parent,
+        )
+    )
+    assert told.num_tokens == train.num_tokens
+    for figures, expected in ((train, told.train_bytes), (held_out, told.eval_bytes)):
+        rest = 64 * figures.num_documents + 1024 * figures.num_shards
+        assert figures.file_bytes <= expected + rest
+    if told.kind != "sample":
+        assert train.file_bytes >= told.train_bytes
+
+
+def test_a_cache_leaves_the_teachers_layers_out(recipe_file, tiny_model_dir):
+    online, hidden, topk = (
+        plan(recipe_file, f"teacher.cache.kind={kind}") for kind in ("none", "hidden", "topk")
+    )
+    teacher = ModelConfig.from_dir(tiny_model_dir)
+    head = 2 * teacher.vocab_size * teacher.hidden_size / 1e9
+    assert online.cache is None
+    assert hidden.gflop_per_token - topk.gflop_per_token == pytest.approx(head)
+    assert online.gflop_per_token - topk.gflop_per_token == pytest.approx(online.teacher.gflop_per_token)
+    layers = teacher.num_hidden_layers * teacher.num_layer_parameters
+    assert online.memory.teacher - hidden.memory.teacher == 4 * layers
+    # Each document passes through the teacher once, however many epochs there are.
+    assert hidden.cache.gflop < online.teacher.gflop_per_token * online.num_tokens / 2
+
+
 def test_sizes_and_work_are_those_of_the_models(recipe_file, tiny_model_dir):
     told = plan(recipe_file)
     teacher = ModelConfig.from_dir(tiny_model_dir)

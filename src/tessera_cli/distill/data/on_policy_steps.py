@@ -15,7 +15,7 @@ def is_on_policy(step: int, section: OnPolicySection, seed: int) -> bool:
 
 
 def count_on_policy_steps(num_steps: int, section: OnPolicySection, seed: int) -> int:
-    """How many of a run's steps train on the student's answers; of more than can be counted, about how many."""
+    """How many of a run's steps train on the student's answers; of a great many, about how many."""
     counted = min(num_steps, _MOST_COUNTED)
     found = sum(is_on_policy(step, section, seed) for step in range(1, counted + 1))
     return round(found * num_steps / counted)

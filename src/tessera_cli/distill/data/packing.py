@@ -84,7 +84,7 @@ class StepPlan:
         num_tokens: tokens that pass through the student.
         num_supervised_tokens: those of them that are targets.
         num_epochs: passes over the documents, a part counted as a part.
-        is_estimate: only the first `MOST_COUNTED` documents were counted, and the others taken to be like these.
+        is_estimate: only the first `MOST_COUNTED` documents were counted, the others taken to be like these.
     """
 
     lengths: Sequence[int]
@@ -112,9 +112,9 @@ class StepPlan:
     ) -> "StepPlan":
         """Walk through the run once, on lengths only, and count.
 
-        `first_epoch` reads the `documents` of a stream, of which there are none before it. `estimate` lets all
-        figures of a long run be estimates; where `max_steps` says the number of steps, its other figures are
-        so in any case.
+        `first_epoch` reads the `documents` of a stream, of which there are none before it. `estimate` lets
+        all figures of a long run be estimates; where `max_steps` says the number of steps, the other figures
+        are so in any case.
         """
         lengths, supervised = documents.lengths, documents.supervised
         row_tokens = documents.row_tokens

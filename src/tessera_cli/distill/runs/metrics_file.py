@@ -8,6 +8,8 @@ from typing import Any
 from tessera_cli.distill.events import Evaluated, TrainStep, event_values
 from tessera_cli.errors import UsageError
 
+METRICS_FILE = "metrics.jsonl"
+
 
 def metric_record(event: TrainStep | Evaluated) -> dict[str, Any]:
     """The line of an event: its figures, and of which kind it is."""

@@ -94,7 +94,7 @@ def plan_caches(
     if vocab_size != inputs.teacher.config.vocab_size:  # cut before the softmax
         common["vocabulary rows"] = str(vocab_size)
     codec, described = _codec(recipe)
-    micro_batches = _until_all_came(inputs)
+    micro_batches = map(tuple, inputs.first_pass())
     packing = f"rows of {recipe.data.max_seq_len}{'' if recipe.data.packing else ', not packed'}"
     packing += f", {recipe.train.micro_batch_size} in a micro-batch"
     train = common | described
@@ -117,17 +117,6 @@ def plan_caches(
             plan_shards(held_out, shard_targets),
         ),
     )
-
-
-def _until_all_came(inputs: RunInputs) -> Iterator[MicroBatch]:
-    """The micro-batches of a run until each of its documents was in one."""
-    came: set[int] = set()
-    for step in inputs.step_documents():
-        for micro_batch in step:
-            yield tuple(micro_batch)
-            came.update(map(id, micro_batch))
-        if len(came) == len(inputs.train.lengths):
-            return
 
 
 def _codec(recipe: Recipe) -> tuple[Codec, dict[str, str]]:
