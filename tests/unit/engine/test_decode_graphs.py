@@ -14,55 +14,22 @@ from tessera_cli.engine import model_runner
 from tessera_cli.engine.batch import Batch
 from tessera_cli.engine.config import EngineConfig
 from tessera_cli.engine.decode_graphs import DecodeGraphs, graph_sizes, pad_decodes
-from tessera_cli.engine.engine import Engine
 from tessera_cli.engine.model_runner import ModelRunner
-from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.errors import RunError
 from tessera_cli.kernels.backend import AttentionMetadata
 from tessera_cli.kernels.reference import ReferenceAttention
 from tessera_cli.models.decoder import Decoder
-from tests.engines import add_requests, greedy, make_engine, random_prompts, run_samples, tiny_decoder
+from tests.engines import greedy, random_prompts, tiny_decoder
+from tests.recorder import Recorder, engine_with_graphs
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 CONFIG = EngineConfig(num_blocks=60, max_model_len=64, block_size=BLOCK_SIZE, max_num_seqs=12)
 
 
-class Recorder:
-    """Captures as a device does: a result has one place, and the next replay may overwrite it.
-
-    What runs again is `function` itself, over whatever its inputs hold by then.
-    """
-
-    def __init__(self) -> None:
-        self.results: list[Tensor] = []
-        self.replayed: list[int] = []  # rows
-
-    def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        result = function().clone()
-        self.results.append(result)
-
-        def replay() -> Tensor:
-            for other in self.results:
-                other.fill_(torch.nan)
-            self.replayed.append(len(result))
-            return result.copy_(function())
-
-        return replay
-
-
 @pytest.fixture(scope="module")
 def decoder(tiny_model_dir: Path) -> Decoder:
     return tiny_decoder(tiny_model_dir)
-
-
-def with_graphs(decoder: Decoder, **sizes: int) -> tuple[Engine, Recorder]:
-    engine = make_engine(decoder, options={"attention_backend": "reference"}, **sizes)
-    recorder = Recorder()
-    runner = engine._runner
-    with torch.inference_mode():
-        runner.decode_graphs = DecodeGraphs(runner._forward, recorder, engine.config, CPU)
-    return engine, recorder
 
 
 def decodes(lengths: list[int], tables: list[list[int]]) -> Batch:
@@ -102,45 +69,8 @@ def test_a_graph_holds_every_step_and_is_seldom_twice_as_large(max_num_seqs: int
         assert least < num_seqs + 8
 
 
-SAMPLED = SamplingParams(seed=7, max_tokens=20, ignore_eos=True, temperature=1.5, logprobs=2)
-
-
-@pytest.mark.parametrize("num_blocks", [200, 34], ids=["roomy", "preempting"])
-def test_an_engine_gives_the_same_tokens_with_and_without_graphs(decoder: Decoder, num_blocks: int) -> None:
-    prompts = random_prompts([5, 9, 30, 1, 17, 9, 40, 3, 2])
-    prompts[5] = [*prompts[1], 7]  # a prefix that is found
-    params = [greedy(9), SAMPLED, greedy(40), replace(SAMPLED, n=3), greedy(1), SAMPLED, greedy(17)]
-    requests = {str(index): (prompt, params[index % len(params)]) for index, prompt in enumerate(prompts)}
-    plain = make_engine(decoder, options={"attention_backend": "reference"}, num_blocks=num_blocks)
-    engine, recorder = with_graphs(decoder, num_blocks=num_blocks)
-    results = []
-    for each in (plain, engine):
-        add_requests(each, requests)
-        results.append(run_samples(each))
-    for request_id, samples in results[0].items():
-        for sample, other in zip(samples, results[1][request_id], strict=True):
-            assert sample.token_ids == other.token_ids
-            assert [x.logprob for x in sample.logprobs] == pytest.approx(
-                [x.logprob for x in other.logprobs], abs=1e-4
-            )
-    assert plain.stats().num_preemptions == engine.stats().num_preemptions
-    assert bool(engine.stats().num_preemptions) == (num_blocks < 200)
-    assert {1, 8, 16} <= set(recorder.replayed)
-
-
-def test_a_graph_that_was_captured_of_nobody_decodes_to_the_engines_longest(decoder: Decoder) -> None:
-    (prompt,) = random_prompts([3])
-    requests = {"r": (prompt, greedy(125))}
-    results = []
-    for engine in (make_engine(decoder, options={"attention_backend": "reference"}), with_graphs(decoder)[0]):
-        add_requests(engine, requests)
-        results.append(run_samples(engine)["r"][0].token_ids)
-    assert len(results[0]) == 125
-    assert results[0] == results[1]
-
-
 def test_steps_with_a_prompt_run_without_a_graph(decoder: Decoder) -> None:
-    engine, recorder = with_graphs(decoder)
+    engine, recorder = engine_with_graphs(decoder)
     engine.add_request("a", random_prompts([9])[0], greedy(4))
     engine.step()
     engine.step()
