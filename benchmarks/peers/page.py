@@ -1,5 +1,7 @@
-"""The benchmark's figures as a page of Markdown with a plot."""
+"""The figures of runs as a page of Markdown with a plot: `python -m benchmarks.peers.page PAGE.md RUN.json ...`."""
 
+import json
+import sys
 from datetime import date
 from pathlib import Path
 
@@ -12,43 +14,44 @@ TITLES = {
     "mixed": "128 requests of mixed lengths, 64 at once",
     "single": "8 requests, one at a time",
     "prefix": "64 requests at once on one prefix of 512 tokens, nothing cached",
-    "prefix-warm": "the same, with the prefix cached before",
+    "prefix-warm": "64 requests at once on one prefix of 512 tokens, cached before",
 }
 FLOAT32 = ("f32", "F32", "fp32", "float32")
 
 
-def tables(rows: list[Row]) -> str:
-    """A section in Markdown for each workload: how we stand, and a table, fastest first."""
-    return "\n\n".join(_section(name, [row for row in rows if row.workload == name]) for name in _names(rows))
+def tables(runs: list[Figures]) -> str:
+    """A section in Markdown for each run and workload: how we stand, and a table, fastest first."""
+    return "\n\n".join(_section(run, rows) for run in runs for rows in _by_workload(run))
 
 
-def write_page(path: Path, found: Figures) -> None:
+def write_page(path: Path, runs: list[Figures]) -> None:
     """Write the page, and its plot beside it with the suffix `.svg`."""
     plot = path.with_suffix(".svg")
-    _plot(plot, found.rows)
-    versions = ", ".join(f"{name}: {version}" for name, version in found.versions.items())
-    rounds = "One round" if found.rounds == 1 else f"Medians of {found.rounds} rounds"
+    _plot(plot, runs)
+    versions = {name: version for run in runs for name, version in run.versions.items()}
     path.write_text(
         f"# Beside other engines\n\n"
-        f"Written by `python -m benchmarks.peers --page {path.name}` on {date.today()}. {rounds} of\n"
-        f"{found.machine}; every engine has these cores to itself while it runs, answers greedily\n"
-        f"and in full, and gets the same token ids. llama.cpp is driven over loopback, the others in their\n"
+        f"Written by `python -m benchmarks.peers.page` on {date.today()} from runs of `python -m benchmarks.peers` on\n"
+        f"{runs[0].machine}. Every engine has these cores to itself while it runs, answers greedily and in full, and\n"
+        f"gets the same token ids, by turns in each round. llama.cpp is driven over loopback, the others in their\n"
         f"process.\n\n"
-        f"Versions: {versions}.\n\n"
+        f"Versions: {', '.join(f'{name}: {version}' for name, version in versions.items())}.\n\n"
         f"![Output tokens per second of each engine]({plot.name})\n\n"
-        f"{tables(found.rows)}\n"
+        f"{tables(runs)}\n"
     )
 
 
-def _names(rows: list[Row]) -> list[str]:
-    return list(dict.fromkeys(row.workload for row in rows))
+def _by_workload(run: Figures) -> list[list[Row]]:
+    names = dict.fromkeys(row.workload for row in run.rows)
+    return [[row for row in run.rows if row.workload == name] for name in names]
 
 
-def _section(name: str, rows: list[Row]) -> str:
+def _section(run: Figures, rows: list[Row]) -> str:
     ours = list(rows[0].over)
     heads = ["engine", "output tok/s", *(f"{our.removeprefix('tessera ')} ÷ it" for our in ours)]
     heads += ["TTFT ms", "TPOT ms", "peak RSS MB", "same answers"]
-    lines = [f"## {TITLES[name].capitalize()}", "", *_verdicts(rows), ""]
+    rounds = "One round." if run.rounds == 1 else f"Medians of {run.rounds} rounds, and their range."
+    lines = [f"## {TITLES[rows[0].workload].capitalize()}", "", *_verdicts(rows), "", rounds, ""]
     lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row in sorted(rows, key=lambda row: -row.output_throughput):
         cells = [f"**{row.engine}**" if row.engine in ours else row.engine]
@@ -75,24 +78,32 @@ def _verdicts(rows: list[Row]) -> list[str]:
     return lines
 
 
-def _plot(path: Path, rows: list[Row]) -> None:
-    """Bars of output tokens per second, a panel for each workload."""
-    names = _names(rows)
+def _plot(path: Path, runs: list[Figures]) -> None:
+    """Bars of output tokens per second, a panel for each run and workload."""
+    panels = [rows for run in runs for rows in _by_workload(run)]
     with rc_context({"svg.hashsalt": "peers", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(9, 0.9 * len(names) + 0.27 * len(rows)), layout="constrained")
-        heights = [sum(row.workload == name for row in rows) + 1 for name in names]
-        axes = figure.subplots(len(names), 1, squeeze=False, height_ratios=heights)[:, 0]
-        for axis, name in zip(axes, names, strict=True):
-            bars = sorted(
-                (row for row in rows if row.workload == name), key=lambda row: row.output_throughput
-            )
+        figure = Figure(figsize=(9, sum(0.9 + 0.27 * len(rows) for rows in panels)), layout="constrained")
+        ratios = [len(rows) + 1 for rows in panels]
+        axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=ratios)[:, 0]
+        for axis, rows in zip(axes, panels, strict=True):
+            bars = sorted(rows, key=lambda row: row.output_throughput)
             speeds = [row.output_throughput for row in bars]
             spread = [[row.output_throughput - row.lowest for row in bars]]
             spread += [[row.highest - row.output_throughput for row in bars]]
             colours = ["tab:blue" if row.engine.startswith("tessera") else "silver" for row in bars]
             drawn = axis.barh([row.engine for row in bars], speeds, xerr=spread, color=colours)
             axis.bar_label(drawn, fmt="%.0f", padding=3)
-            axis.set_title(TITLES[name], loc="left", fontsize="medium")
+            axis.set_title(TITLES[rows[0].workload], loc="left", fontsize="medium")
             axis.spines[["top", "right"]].set_visible(False)
         axes[-1].set_xlabel("output tokens per second")
         figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    page, *files = map(Path, sys.argv[1:])
+    found = [json.loads(file.read_text()) for file in files]
+    write_page(page, [Figures(**run | {"rows": [Row(**row) for row in run["rows"]]}) for run in found])
+
+
+if __name__ == "__main__":
+    main()
