@@ -23,6 +23,9 @@ from tessera_cli.recipe.data_section import DataSource
 from tessera_cli.recipe.loader import dump_recipe
 from tessera_cli.recipe.schema import Recipe
 
+# Of documents that are told by number.
+MOST_NAMED = 5
+
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
@@ -59,7 +62,26 @@ class RunInputs:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know of the models and the documents."""
-        return (*self._model_notes, *self.train.notes("data.train"), *self.eval.notes("data.eval"))
+        data_notes = (*self.train.notes("data.train"), *self.eval.notes("data.eval"), *self._overlap_notes)
+        return (*self._model_notes, *data_notes)
+
+    @cached_property
+    def trained_on(self) -> tuple[int, ...]:
+        """The held-out documents that are trained on as well, by number."""
+        contents = _contents(self.eval)
+        known = self.train.having(frozenset(contents))
+        return tuple(number for number, content in enumerate(contents) if content in known)
+
+    @property
+    def _overlap_notes(self) -> tuple[str, ...]:
+        if not self.trained_on:
+            return ()
+        named = ", ".join(map(str, self.trained_on[:MOST_NAMED]))
+        more = ", …" if len(self.trained_on) > MOST_NAMED else ""
+        return (
+            f"data.eval: {len(self.trained_on)} of {len(self.eval.documents)} documents are in data.train as "
+            f"well (documents {named}{more}): figures on them say nothing of new text",
+        )
 
     @property
     def _model_notes(self) -> tuple[str, ...]:
@@ -196,6 +218,7 @@ def _streamed(
         max_seq_len=recipe.data.max_seq_len,
         train_on=recipe.data.train_on,
         answer_tokens=answer_tokens(recipe),
+        watched=frozenset(_contents(held_out)),
     )
     steps = StepPlan.of(
         stream,
@@ -207,6 +230,10 @@ def _streamed(
     )
     check_not_empty(recipe.data.train, stream.intake)
     return RunInputs(recipe, teacher, student, stream, held_out, steps)
+
+
+def _contents(corpus: Corpus) -> list[bytes]:
+    return [document.content for document in corpus.documents]
 
 
 def _check_positions(recipe: Recipe, config: ModelConfig, who: str) -> None:

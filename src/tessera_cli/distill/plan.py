@@ -54,6 +54,7 @@ class Plan:
     student's as it is exported. `gflop_per_token` is a training step's: 6 FLOP per multiplied parameter of
     the student, 2 of the teacher or of as much of it as a cache leaves to do. Documents count as they are in
     the files, also in the `num_on_policy_steps` that train on the student's answers to their prompts.
+    `num_eval_trained_on` of the held-out documents are documents to train on as well.
     `is_estimate` tells that only the beginning of a very long run was counted. `notes` say what is left out.
     """
 
@@ -65,6 +66,7 @@ class Plan:
     num_documents: int
     num_eval_documents: int
     num_too_long: int
+    num_eval_trained_on: int
     num_steps: int
     num_tokens: int
     num_supervised_tokens: int
@@ -103,6 +105,7 @@ def plan_recipe(recipe: LoadedRecipe, *, home: Path, offline: bool, notify: Noti
         num_documents=len(inputs.train.lengths),
         num_eval_documents=len(inputs.eval.documents),
         num_too_long=inputs.train.intake.num_too_long + inputs.eval.intake.num_too_long,
+        num_eval_trained_on=len(inputs.trained_on),
         num_steps=inputs.steps.num_steps,
         num_tokens=inputs.steps.num_tokens,
         num_supervised_tokens=inputs.steps.num_supervised_tokens,

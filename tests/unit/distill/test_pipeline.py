@@ -481,3 +481,16 @@ def test_left_out_documents_are_told(run, recipe_file, tmp_path):
     notes = [event.text for event in events if isinstance(event, Note)]
     assert any("are longer than data.max_seq_len 64" in note for note in notes)
     assert notes[0] in (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
+
+
+def test_held_out_documents_that_are_trained_on_are_told_by_the_run_and_its_report(
+    run, recipe_file, tmp_path
+):
+    events: list = []
+    same = f"data.eval=[{{path: {recipe_file.parent / 'train.jsonl'}, format: messages}}]"
+    run(load_recipe(recipe_file, [same, "train.max_steps=1"]), tmp_path / "run", listener=events.append)
+    (told,) = [event.text for event in events if isinstance(event, Note) and "as well" in event.text]
+    assert told.startswith(
+        "data.eval: 24 of 24 documents are in data.train as well (documents 0, 1, 2, 3, 4, …)"
+    )
+    assert told in (tmp_path / "run" / "report.md").read_text(encoding="utf-8")

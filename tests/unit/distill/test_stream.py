@@ -81,6 +81,27 @@ def test_starting_at_any_step_gives_the_same_documents(recipe_file, num_steps):
         assert token_ids(inputs, start) == whole[start:]
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+def test_held_out_documents_that_are_trained_on_as_well_are_named(recipe_file, streaming):
+    lines = (recipe_file.parent / "1.jsonl").read_text().splitlines()
+    mixed = [
+        json.dumps({"text": "Only held out."}),
+        lines[2],
+        json.dumps({"text": "Held out, too."}),
+        lines[9],
+    ]
+    (recipe_file.parent / "held-out.jsonl").write_text("\n".join(mixed))
+    source = f"data.eval=[{{path: {recipe_file.parent}/held-out.jsonl, format: text}}]"
+    epoch = "train.max_steps=40"
+    inputs = (streamed if streaming else inputs_of)(recipe_file, source, epoch)
+    assert inputs.trained_on == (1, 3)
+    assert any("2 of 4 documents are in data.train as well (documents 1, 3)" in note for note in inputs.notes)
+    (recipe_file.parent / "held-out.jsonl").write_text("\n".join(mixed[::2]))
+    inputs = (streamed if streaming else inputs_of)(recipe_file, source, epoch)
+    assert inputs.trained_on == ()
+    assert not any("as well" in note for note in inputs.notes)
+
+
 def test_a_short_run_does_not_read_to_the_end_and_a_longer_one_begins_like_it(recipe_file):
     short, longer = (streamed(recipe_file, f"train.max_steps={steps}") for steps in (2, 30))
     assert len(short.train.lengths) < NUM_DOCUMENTS - 2 == len(longer.train.lengths)

@@ -71,6 +71,10 @@ class Corpus:
             if number >= start:
                 yield [self.documents[index] for index in group]
 
+    def having(self, contents: frozenset[bytes]) -> set[bytes]:
+        """Those of `contents`, see `Document.content`, that are of one of the documents."""
+        return contents & {document.content for document in self.documents}
+
     def notes(self, split: str) -> list[str]:
         """What the user should know of the documents of `split`."""
         notes = self.intake.notes(split)

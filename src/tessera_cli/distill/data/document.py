@@ -1,5 +1,6 @@
 """One tokenised document, and how a row of a data file becomes one."""
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +28,11 @@ class Document:
     @property
     def num_supervised_tokens(self) -> int:
         return int(self.supervised.sum())
+
+    @property
+    def content(self) -> bytes:
+        """A hash of the ids: the same for the same text, whatever of it is supervised."""
+        return hashlib.sha256(self.token_ids.astype("<i4").tobytes()).digest()
 
     @property
     def num_prompt_tokens(self) -> int:

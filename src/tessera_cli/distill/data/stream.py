@@ -25,7 +25,8 @@ _PlacedSource = tuple[str, Row, DataSource]
 class DocumentStream:
     """The documents of some sources, one after the other, none of them kept.
 
-    `lengths`, `supervised` and `row_tokens` (see `Corpus`) grow while `read_ahead` is consumed.
+    `lengths`, `supervised` and `row_tokens` (see `Corpus`) grow while `read_ahead` is consumed. `watched` are
+    contents (see `Document.content`) that are looked out for.
     """
 
     def __init__(
@@ -36,12 +37,14 @@ class DocumentStream:
         max_seq_len: int,
         train_on: TrainOn,
         answer_tokens: int | None,
+        watched: frozenset[bytes] = frozenset(),
     ) -> None:
         self.lengths, self.supervised, self.row_tokens = array("q"), array("q"), array("q")
         self.intake = Intake(max_seq_len, answer_tokens)
         self._sources, self._tokenizer, self._train_on = tuple(sources), tokenizer, train_on
         self._row_numbers, self._checksums = array("q"), array("q")
         self._digest = hashlib.sha256()
+        self._watched, self._came = watched, set[bytes]()
 
     @property
     def documents(self) -> tuple[Document, ...]:
@@ -60,6 +63,8 @@ class DocumentStream:
                 add_to_fingerprint(self._digest, document)
                 self._row_numbers.append(row_number)
                 self._checksums.append(_checksum(document))
+                if self._watched and (content := document.content) in self._watched:
+                    self._came.add(content)
                 self.supervised.append(document.num_supervised_tokens)
                 self.row_tokens.append(self.intake.row_tokens(document))
                 self.lengths.append(len(document.token_ids))
@@ -86,6 +91,10 @@ class DocumentStream:
                 reader, document = reader.take(index)
                 documents.append(document)
             yield documents
+
+    def having(self, contents: frozenset[bytes]) -> set[bytes]:
+        """See `Corpus.having`; of those that are watched, and as far as it was read."""
+        return contents & self._came
 
     def notes(self, split: str) -> list[str]:
         """What the user should know of the documents of `split`, as far as they were read."""
