@@ -1,4 +1,4 @@
-"""The figures of runs as a page of Markdown with a plot: `python -m benchmarks.peers.page PAGE.md RUN.json ...`."""
+"""Runs as a page of Markdown with a plot: `python -m benchmarks.peers.page PAGE.md RUN.json ...`."""
 
 import json
 import sys
@@ -31,10 +31,10 @@ def write_page(path: Path, runs: list[Figures]) -> None:
     versions = {name: version for run in runs for name, version in run.versions.items()}
     path.write_text(
         f"# Beside other engines\n\n"
-        f"Written by `python -m benchmarks.peers.page` on {date.today()} from runs of `python -m benchmarks.peers` on\n"
-        f"{runs[0].machine}. Every engine has these cores to itself while it runs, answers greedily and in full, and\n"
-        f"gets the same token ids, by turns in each round. llama.cpp is driven over loopback, the others in their\n"
-        f"process.\n\n"
+        f"Written by `python -m benchmarks.peers.page` on {date.today()}, from runs of `python -m\n"
+        f"benchmarks.peers` on {runs[0].machine}. Every engine has these cores to\n"
+        f"itself while it runs, answers greedily and in full, and gets the same token ids, by turns in each\n"
+        f"round. llama.cpp is driven over loopback, the others in their process.\n\n"
         f"Versions: {', '.join(f'{name}: {version}' for name, version in versions.items())}.\n\n"
         f"![Output tokens per second of each engine]({plot.name})\n\n"
         f"{tables(runs)}\n"
