@@ -20,19 +20,39 @@ class BlockPool:
     to it), free, cached (free, but the prefix cache finds it), or referenced. A block's reference count is
     the number of block table entries that name it, at first those of `tables`.
 
-    Free blocks are handed out before cached ones are, and of these the one that was freed longest ago.
+    Free blocks are handed out before cached ones are, and of these the one that was freed longest ago. But
+    memory that was never used is left alone while more than `num_kept` blocks are cached: they are handed out
+    before it. That number grows by each block that the prefix cache is asked for after it was evicted, so
+    that the pool takes the memory of what runs, and for the past only as much as is of use.
+
+    Args:
+        num_blocks: the null block among them.
+        prefix_cache: finds the published ones.
+        num_kept: as told above; None is all.
+        num_used: so many blocks, the null block among them, have been handed out before.
+        tables: block tables that hold blocks at first.
 
     Raises:
         CapacityError: fewer than two blocks, so nothing to hand out.
     """
 
-    def __init__(self, num_blocks: int, prefix_cache: PrefixCache, tables: Iterable[list[int]] = ()) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        prefix_cache: PrefixCache,
+        *,
+        num_kept: int | None = None,
+        num_used: int = 1,
+        tables: Iterable[list[int]] = (),
+    ) -> None:
         if num_blocks < 2:
             raise CapacityError(
                 f"a pool of {num_blocks} blocks has none to hand out", hint="use at least 2 blocks"
             )
         self.num_blocks = num_blocks
+        self.num_used_ever = num_used
         self._prefix_cache = prefix_cache
+        self._num_kept = num_blocks if num_kept is None else num_kept
         self._ref_counts = [0] * num_blocks
         for table in tables:
             for block in table:
@@ -76,14 +96,22 @@ class BlockPool:
             raise CapacityError(f"{count} KV blocks are needed and {self.num_free_blocks} are free")
         blocks = []
         for _ in range(count):
-            if self._free_blocks:
-                block = self._free_blocks.pop()
-            else:
+            if self._evicts():
                 block, _ = self._cached_blocks.popitem(last=False)
-                self._prefix_cache.forget(block)
+                self._prefix_cache.evict(block, num_remembered=self.num_blocks)
+            else:
+                block = self._free_blocks.pop()
+                self.num_used_ever = max(self.num_used_ever, block + 1)
             self._ref_counts[block] = 1
             blocks.append(block)
         return blocks
+
+    def _evicts(self) -> bool:
+        """Whether the next block to hand out is a cached one; there is one, or one that is free."""
+        if self._free_blocks and self._free_blocks[-1] < self.num_used_ever:
+            return False
+        num_kept = self._num_kept + self._prefix_cache.num_missed
+        return not self._free_blocks or len(self._cached_blocks) > num_kept
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add one reference to each of `blocks`, for another table that names them.

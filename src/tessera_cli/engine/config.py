@@ -17,6 +17,8 @@ class EngineConfig:
     and output of one sequence together) and `max_num_batched_tokens` (one step) count tokens; `max_num_seqs`
     counts the sequences that run at once. `scheduling_policy` "fcfs" goes by arrival alone, "priority" first
     by each request's number, the lower the sooner. `kv_cache_dtype` "auto" is the dtype of the weights.
+    `num_kept_blocks` is how many cached blocks `BlockPool` keeps at first rather than take one that was never
+    used; None keeps all.
 
     Raises:
         UsageError: a size below one, an unknown policy or dtype, or a prompt that could never be scheduled
@@ -33,6 +35,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     scheduling_policy: SchedulingPolicy = "fcfs"
     kv_cache_dtype: KVCacheDtype = "auto"
+    num_kept_blocks: int | None = None
 
     def __post_init__(self) -> None:
         for name, least, why in (
@@ -49,6 +52,8 @@ class EngineConfig:
         for name, choices in (("scheduling_policy", SchedulingPolicy), ("kv_cache_dtype", KVCacheDtype)):
             value = getattr(self, name)
             require(name, repr(value), value in get_args(choices), f"one of {', '.join(get_args(choices))}")
+        kept = self.num_kept_blocks
+        require("num_kept_blocks", repr(kept), kept is None or kept >= 0, "at least 0, or None")
         needed = self.blocks_for(self.max_model_len)
         if self.num_usable_blocks < needed:
             raise CapacityError(

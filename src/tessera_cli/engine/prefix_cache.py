@@ -62,14 +62,17 @@ class PrefixCache:
     Attributes:
         num_queries: tokens that were looked for.
         num_hits: tokens of these that were found.
+        num_missed: blocks that were looked for after they had been evicted.
     """
 
     def __init__(self, block_size: int) -> None:
         self.num_queries = 0
         self.num_hits = 0
+        self.num_missed = 0
         self._block_size = block_size
         self._by_digest: dict[bytes, PublishedBlock] = {}
         self._by_block: dict[int, PublishedBlock] = {}
+        self._evicted: dict[bytes, None] = {}  # digests, the one evicted longest ago first
 
     def __len__(self) -> int:
         return len(self._by_block)
@@ -97,6 +100,11 @@ class PrefixCache:
                 break
             found.append(entry)
             parent, start = entry, end
+        for digest in digests[len(found) : num_blocks]:
+            if digest not in self._evicted:
+                break
+            del self._evicted[digest]  # a sequence that waits looks again
+            self.num_missed += 1
         return found
 
     def publish(self, sequence: Sequence) -> None:
@@ -129,8 +137,20 @@ class PrefixCache:
         if entry is not None:
             del self._by_digest[entry.digest]
 
+    def evict(self, block: int, *, num_remembered: int) -> None:
+        """Forget a published block, but know it again if it is looked for.
+
+        Of those that were evicted the last `num_remembered` are known.
+        """
+        digest = self._by_block[block].digest
+        self.forget(block)
+        self._evicted[digest] = None
+        if len(self._evicted) > num_remembered:
+            del self._evicted[next(iter(self._evicted))]
+
     def clear(self) -> None:
         """Forget every block."""
+        self._evicted.clear()
         self._by_digest.clear()
         self._by_block.clear()
 

@@ -45,7 +45,7 @@ class Scheduler:
         self.config = config
         self.queues = Queues()
         self.prefix_cache = PrefixCache(config.block_size)
-        self.block_pool = BlockPool(config.num_blocks, self.prefix_cache)
+        self.block_pool = BlockPool(config.num_blocks, self.prefix_cache, num_kept=config.num_kept_blocks)
         self.num_preemptions = 0
         self.num_forks = 0
         self.num_block_copies = 0
@@ -171,7 +171,10 @@ class Scheduler:
 
     def rollback(self) -> None:
         """Undo a step that failed, or any other call that was interrupted; `undo_step` says how."""
-        self.block_pool = undo_step(self._step, self.config, self.queues, self.prefix_cache)
+        num_used = self.block_pool.num_used_ever
+        self.block_pool = undo_step(
+            self._step, self.config, self.queues, self.prefix_cache, num_used=num_used
+        )
         self._step = None
 
     def check_invariants(self) -> None:

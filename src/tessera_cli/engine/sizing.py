@@ -59,9 +59,14 @@ class PoolSizing:
     def __post_init__(self) -> None:
         require("block_size", self.block_size, self.block_size >= 1, "at least 1")
 
+    @property
+    def num_full_blocks(self) -> int:
+        """Blocks of one sequence of `max_model_len` tokens."""
+        return -(-self.max_model_len // self.block_size)
+
     def bytes_for(self, num_sequences: int, dtype: torch.dtype | None = None) -> int:
         """Bytes of a pool for so many sequences of `max_model_len` tokens, in `dtype` or the pool's own."""
-        num_blocks = num_sequences * -(-self.max_model_len // self.block_size) + 1
+        num_blocks = num_sequences * self.num_full_blocks + 1
         return num_blocks * self._block_bytes(dtype or self.kv_cache_dtype)
 
     def blocks_from_free(
@@ -122,7 +127,7 @@ class PoolSizing:
             raise CapacityError(
                 f"num_blocks={num_blocks} hold {held} tokens, and one sequence has up to"
                 f" max_model_len={self.max_model_len}",
-                hint=f"raise num_blocks to at least {-(-self.max_model_len // self.block_size) + 1}"
+                hint=f"raise num_blocks to at least {self.num_full_blocks + 1}"
                 f" or lower max_model_len to at most {held}",
             )
         block_bytes = self._block_bytes(self.kv_cache_dtype)

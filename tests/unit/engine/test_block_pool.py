@@ -11,8 +11,8 @@ from tessera_cli.errors import CapacityError
 BLOCK_SIZE = 2
 
 
-def make_pool(num_blocks: int) -> BlockPool:
-    return BlockPool(num_blocks, PrefixCache(BLOCK_SIZE))
+def make_pool(num_blocks: int, *, num_kept: int | None = None) -> BlockPool:
+    return BlockPool(num_blocks, PrefixCache(BLOCK_SIZE), num_kept=num_kept)
 
 
 def publish(pool: BlockPool, blocks: list[int], *, first_token: int = 1) -> Sequence:
@@ -85,6 +85,67 @@ def test_unpublished_blocks_are_handed_out_first_and_then_the_cached_ones_that_w
         pool.free(reversed(table))
     # Of a prefix its end goes before what leads to it.
     assert [pool.allocate(1) for _ in range(5)] == [private, [old[1]], [old[0]], [new[1]], [new[0]]]
+
+
+def run_one(pool: BlockPool, first_token: int, num_blocks: int = 2) -> Sequence:
+    """What a sequence of its own text does: it computes, publishes and ends; returned with a token more."""
+    blocks = pool.allocate(num_blocks)
+    sequence = publish(pool, blocks, first_token=first_token)
+    pool.free(reversed(blocks))
+    pool.check_invariants([])
+    sequence.token_ids.append(99)
+    return sequence
+
+
+def find(pool: BlockPool, sequence: Sequence) -> list[int]:
+    return [entry.block for entry in pool._prefix_cache.find(sequence)]
+
+
+@pytest.mark.parametrize(("num_kept", "num_used"), [(0, 2), (1, 3), (2, 4), (3, 5), (6, 8), (None, 20)])
+def test_memory_that_was_never_used_is_left_alone_while_more_than_is_kept_is_cached(
+    num_kept: int | None, num_used: int
+) -> None:
+    pool = make_pool(100, num_kept=num_kept)
+    last = [run_one(pool, first_token) for first_token in range(0, 1000, 100)][-1]
+    assert pool.num_used_ever == 1 + num_used
+    assert pool.num_cached_blocks == num_used
+    assert len(find(pool, last)) == 2
+
+
+def test_what_runs_takes_all_memory_there_is_before_anything_is_refused() -> None:
+    pool = make_pool(9, num_kept=0)
+    run_one(pool, 1)
+    assert len(pool.allocate(8)) == 8
+    assert (pool.num_cached_blocks, pool.num_used_ever) == (0, 9)
+
+
+def test_more_is_kept_once_what_was_evicted_is_asked_for() -> None:
+    pool = make_pool(100, num_kept=2)
+    texts = range(0, 500, 100)
+    sequences = [run_one(pool, first_token) for first_token in texts]
+    assert pool.num_used_ever == 5
+    for _ in range(2):  # a sequence that waits looks again
+        assert find(pool, sequences[0]) == []
+    assert pool._prefix_cache.num_missed == 2
+    for first_token in texts[:-2]:
+        find(pool, run_one(pool, first_token))
+    # By now all five texts are kept, in as much memory.
+    assert [len(find(pool, run_one(pool, first_token))) for first_token in texts] == [2] * 5
+    for _ in range(3):
+        for sequence in sequences:
+            find(pool, sequence)
+    assert pool.num_used_ever <= 1 + 10 + 2
+
+
+def test_no_more_evictions_are_remembered_than_the_pool_has_blocks() -> None:
+    pool = make_pool(5, num_kept=0)
+    sequences = [run_one(pool, first_token) for first_token in range(0, 1000, 100)]
+    assert len(pool._prefix_cache._evicted) == 5
+    find(pool, sequences[0])
+    assert pool._prefix_cache.num_missed == 0
+    pool.reset_prefix_cache()
+    find(pool, sequences[-2])
+    assert pool._prefix_cache.num_missed == 0
 
 
 def test_what_is_evicted_is_forgotten() -> None:

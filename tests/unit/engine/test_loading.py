@@ -31,6 +31,12 @@ def test_a_cache_that_nobody_sized_holds_what_the_sequences_can_use(tiny_model_d
     assert engine.capacity.num_full_sequences == 4
 
 
+def test_only_a_cache_that_nobody_sized_is_sparing_with_memory(tiny_model_dir: Path) -> None:
+    assert load_engine(tiny_model_dir, device="cpu").config.num_kept_blocks == 32
+    for size in ({"num_blocks": 40}, {"kv_cache_memory": 10**7}):
+        assert load_engine(tiny_model_dir, device="cpu", **size).config.num_kept_blocks is None
+
+
 def test_an_int8_cache_holds_more_tokens_in_the_same_bytes(tiny_model_dir: Path) -> None:
     block_bytes = 3 * 2 * 2 * (16 + 4) * 16  # a float32 scale beside 16 elements of one byte
     engine = load_engine(

@@ -85,3 +85,20 @@ def test_an_end_between_steps_that_is_interrupted_is_carried_out(
     scheduler.check_invariants()
     assert list(scheduler.queues.requests) == ["r1"]
     assert [sequence.request_id for sequence in run_all(scheduler, model)] == ["r1"]
+
+
+def test_a_step_that_is_undone_leaves_memory_that_was_never_used_alone() -> None:
+    scheduler, model = make_scheduler(num_blocks=30, num_kept_blocks=0), FakeModel(4)
+    for sequence in make_sequences([6, 7]):
+        scheduler.add(sequence)
+        run_all(scheduler, model)
+    num_used = scheduler.block_pool.num_used_ever
+    assert num_used < 10
+    again = make_sequences([9])[0]
+    scheduler.add(again)
+    scheduler.schedule()
+    scheduler.rollback()
+    for _ in range(3):
+        run_all(scheduler, model)
+        scheduler.add(Sequence("next", [5] * 9, SamplingParams(max_tokens=4)))
+    assert scheduler.block_pool.num_used_ever <= num_used + 1
