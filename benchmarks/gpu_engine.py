@@ -77,6 +77,17 @@ class StepTime:
     milliseconds: float
 
 
+class HostShare:
+    """An observer: `seconds` of each step in which the device has nothing to do, as nothing is overlapped."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step(self, *step: Any) -> None:
+        timings = step[3]
+        self.seconds.append(timings["schedule"] + timings["commit"])
+
+
 def make_decoder(config: ModelConfig, dtype: torch.dtype, device: str) -> Decoder:
     """A decoder with random weights, the same each time."""
     torch.manual_seed(0)
@@ -154,7 +165,7 @@ def measure(
 
 
 def _decode_times(name: str, decoder: Decoder, batch: int, context: int) -> Iterator[StepTime]:
-    max_model_len = context + 4 * REPEATS
+    max_model_len = context + 8 * REPEATS
     num_blocks = 1 + batch * -(-max_model_len // EngineConfig.block_size)
     config = EngineConfig(num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=batch)
     start = time.perf_counter()
@@ -162,8 +173,13 @@ def _decode_times(name: str, decoder: Decoder, batch: int, context: int) -> Iter
     yield StepTime(name, f"start for {batch}", "all three", (time.perf_counter() - start) * 1e3)
     for engine in engines.values():
         _compute_prompts(engine, batch, context)
+    step = f"decode {batch} x {context}"
     for kind, engine in engines.items():
-        yield StepTime(name, f"decode {batch} x {context}", kind, _milliseconds(engine.step, decoder.device))
+        yield StepTime(name, step, kind, _milliseconds(engine.step, decoder.device))
+    host = HostShare()
+    engines["graphs"].observer = host
+    _milliseconds(engines["graphs"].step, decoder.device)
+    yield StepTime(name, step, "schedule + commit", statistics.median(host.seconds) * 1e3)
 
 
 def _compute_prompts(engine: Engine, batch: int, context: int) -> None:
@@ -171,7 +187,7 @@ def _compute_prompts(engine: Engine, batch: int, context: int) -> None:
     generator = torch.Generator().manual_seed(0)
     for index in range(batch):
         prompt = torch.randint(engine.model_config.vocab_size, (context,), generator=generator).tolist()
-        engine.add_request(str(index), prompt, greedy(4 * REPEATS))
+        engine.add_request(str(index), prompt, greedy(8 * REPEATS))
     while engine.stats().prompt_tokens < batch * context:
         engine.step()
 

@@ -1,10 +1,13 @@
 """The engine's part of `make gpu-check`, run dry: on a CPU, where nothing is captured."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks import gpu_engine
+from benchmarks import gpu_check, gpu_engine
 from torch import Tensor
 
 from tessera_cli.engine.batch import Batch
@@ -56,7 +59,7 @@ def test_every_step_is_measured_by_every_implementation(capsys: pytest.CaptureFi
     steps = list(gpu_engine.measure("tiny", decoder, context=20, prefill=48, compile=compile))
     for batch in gpu_engine.BATCHES:
         kinds = [step.implementation for step in steps if step.step == f"decode {batch} x 20"]
-        assert kinds == ["eager", "padded", "graphs"]
+        assert kinds == ["eager", "padded", "graphs", "schedule + commit"]
     kinds = [step.implementation for step in steps if step.step == "prefill 48"]
     assert kinds == ["eager", "compiled prefill"]
     assert len(compiled) == TINY.num_hidden_layers
@@ -65,3 +68,26 @@ def test_every_step_is_measured_by_every_implementation(capsys: pytest.CaptureFi
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(steps)
     assert lines[-1].split()[-1] == f"{steps[-1].milliseconds:.3f}"
+
+
+@pytest.mark.parametrize("failures", [[], ["decode graphs: request 3"]], ids=["right", "wrong"])
+def test_the_whole_check_tells_of_the_engine(
+    failures: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With everything that only a card can answer put in by hand."""
+    target = tmp_path / "gpu-check.json"
+    step = gpu_engine.StepTime("tiny", "decode 1 x 20", "graphs", 0.5)
+    card = SimpleNamespace(name="a card", major=9, minor=0)
+    monkeypatch.setattr("sys.argv", ["gpu_check.py", "--output", str(target)])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    for name, answer in (("find_obstacle", None), ("check_with_sanitizer", {}), ("measure_all", [])):
+        monkeypatch.setattr(gpu_check, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(gpu_check, "check_parity", lambda *, few: [])
+    for name in ("measure_copy", "measure_product"):
+        monkeypatch.setattr(gpu_check, name, lambda: 1.0)
+    monkeypatch.setattr(gpu_engine, "check_tokens", lambda config, device: failures)
+    monkeypatch.setattr(gpu_engine, "measure_models", lambda device: [step])
+    assert gpu_check.main() == bool(failures)
+    written = json.loads(target.read_text())
+    assert written["failures"] == failures
+    assert written["engine_steps"] == [vars(step)]
