@@ -86,7 +86,7 @@ def main() -> int:
     print(f"copy {copy / 1e9:.0f} GB/s, bfloat16 matrix product {product / 1e12:.0f} TFLOP/s")
     measurements = [*measure_all(copy, product)]
     print_table(measurements)
-    steps = gpu_engine.measure_models("cuda")
+    steps = gpu_engine.measure_models("cuda", failures)
     gpu_engine.print_table(steps)
     options.output.write_text(
         json.dumps(

@@ -19,6 +19,7 @@ from tessera_cli.engine.engine import Engine
 from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.engine.scheduler_output import ScheduledSequence, SchedulerOutput
 from tessera_cli.engine.sequence import Sequence
+from tessera_cli.errors import TesseraError
 from tessera_cli.models.config import ModelConfig
 from tessera_cli.models.decoder import Decoder
 
@@ -112,10 +113,15 @@ def check_tokens(config: ModelConfig, device: str) -> list[str]:
     """
     failures = []
     for dtype, oracle in ((torch.float32, "eager"), (torch.bfloat16, "padded")):
-        decoder = make_decoder(config, dtype, device)
-        expected, found = (tokens_of(decoder, kind) for kind in (oracle, "graphs"))
-        different = [request for request, tokens in expected.items() if tokens != found[request]]
         name = f"decode graphs against {oracle} steps in {str(dtype).removeprefix('torch.')}"
+        decoder = make_decoder(config, dtype, device)
+        try:
+            expected, found = (tokens_of(decoder, kind) for kind in (oracle, "graphs"))
+        except (TesseraError, RuntimeError) as error:
+            failures.append(f"{name}: {error}")
+            print(f"FAILED {failures[-1]}")
+            continue
+        different = [request for request, tokens in expected.items() if tokens != found[request]]
         print(f"{name}: {len(expected) - len(different)} of {len(expected)} requests have the same tokens")
         failures += [f"{name}: request {request}" for request in different]
     return failures
@@ -141,13 +147,17 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, ignore_eos=True)
 
 
-def measure_models(device: str) -> list[StepTime]:
-    """`measure` of all `MODELS` in bfloat16."""
-    return [
-        step
-        for name, config in MODELS.items()
-        for step in measure(name, make_decoder(config, torch.bfloat16, device))
-    ]
+def measure_models(device: str, failures: list[str]) -> list[StepTime]:
+    """`measure` of all `MODELS` in bfloat16; what cannot be measured is added to `failures`."""
+    steps = []
+    for name, config in MODELS.items():
+        try:
+            for step in measure(name, make_decoder(config, torch.bfloat16, device)):
+                steps.append(step)
+        except (TesseraError, RuntimeError) as error:
+            failures.append(f"{name}, after {steps[-1].step if steps else 'nothing'}: {error}")
+            print(f"FAILED {failures[-1]}")
+    return steps
 
 
 def measure(
@@ -168,9 +178,11 @@ def _decode_times(name: str, decoder: Decoder, batch: int, context: int) -> Iter
     max_model_len = context + 8 * REPEATS
     num_blocks = 1 + batch * -(-max_model_len // EngineConfig.block_size)
     config = EngineConfig(num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=batch)
-    start = time.perf_counter()
-    engines = {kind: build_engine(decoder, config, kind) for kind in KINDS}
-    yield StepTime(name, f"start for {batch}", "all three", (time.perf_counter() - start) * 1e3)
+    engines = {}
+    for kind in KINDS:
+        start = time.perf_counter()
+        engines[kind] = build_engine(decoder, config, kind)
+        yield StepTime(name, f"start for {batch}", kind, (time.perf_counter() - start) * 1e3)
     for engine in engines.values():
         _compute_prompts(engine, batch, context)
     step = f"decode {batch} x {context}"

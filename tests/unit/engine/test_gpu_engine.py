@@ -1,6 +1,7 @@
 """The engine's part of `make gpu-check`, run dry: on a CPU, where nothing is captured."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from tessera_cli.engine.batch import Batch
 from tessera_cli.engine.decode_graphs import DecodeGraphs
+from tessera_cli.models.decoder import Decoder
 
 TINY = replace(
     gpu_engine.SMOLLM2,
@@ -70,6 +72,24 @@ def test_every_step_is_measured_by_every_implementation(capsys: pytest.CaptureFi
     assert lines[-1].split()[-1] == f"{steps[-1].milliseconds:.3f}"
 
 
+def test_what_cannot_be_measured_is_a_failure_and_what_was_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = gpu_engine.measure
+
+    def limited(name: str, decoder: Decoder) -> Iterator[gpu_engine.StepTime]:
+        yield from measure(name, decoder, context=20, prefill=48, compile=refuse)
+
+    def refuse(function: object, *, dynamic: bool) -> object:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(gpu_engine, "BATCHES", (1,))
+    monkeypatch.setattr(gpu_engine, "MODELS", {"tiny": TINY})
+    monkeypatch.setattr(gpu_engine, "measure", limited)
+    failures: list[str] = []
+    steps = gpu_engine.measure_models("cpu", failures)
+    assert failures == ["tiny, after prefill 48: no compiler"]
+    assert (steps[-1].step, steps[-1].implementation) == ("prefill 48", "eager")
+
+
 @pytest.mark.parametrize("failures", [[], ["decode graphs: request 3"]], ids=["right", "wrong"])
 def test_the_whole_check_tells_of_the_engine(
     failures: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -86,7 +106,7 @@ def test_the_whole_check_tells_of_the_engine(
     for name in ("measure_copy", "measure_product"):
         monkeypatch.setattr(gpu_check, name, lambda: 1.0)
     monkeypatch.setattr(gpu_engine, "check_tokens", lambda config, device: failures)
-    monkeypatch.setattr(gpu_engine, "measure_models", lambda device: [step])
+    monkeypatch.setattr(gpu_engine, "measure_models", lambda device, failures: [step])
     assert gpu_check.main() == bool(failures)
     written = json.loads(target.read_text())
     assert written["failures"] == failures
