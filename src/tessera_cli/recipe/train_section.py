@@ -15,6 +15,10 @@ from tessera_cli.recipe.section import (
 )
 
 
+# A step is laid out as a whole: what is far beyond any use would first fill the memory.
+MAX_STEP_ROWS = 2**20
+
+
 class LoraSection(Section):
     """Low-rank adapters (arXiv 2106.09685) on the layers' products: W + alpha / r x B A."""
 
@@ -49,7 +53,7 @@ class TrainSection(Section):
     micro_batch_size: PositiveInt = 4
     """Rows in one forward and backward pass."""
     gradient_accumulation_steps: PositiveInt = 1
-    """Micro-batches in an optimiser step."""
+    """Micro-batches in an optimiser step, of no more than a million rows together."""
     learning_rate: PositiveFloat = 3e-4
     """The peak, after warm-up."""
     lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
@@ -79,6 +83,14 @@ class TrainSection(Section):
     """Where figures go besides metrics.jsonl."""
     lora: LoraSection | None = None
     """Train low-rank adapters instead of the weights; they are merged into the exported student."""
+
+    @field_validator("gradient_accumulation_steps")
+    @classmethod
+    def _step_of_some_size(cls, value: int, info: ValidationInfo) -> int:
+        rows = value * int(info.data.get("micro_batch_size") or 1)
+        if rows > MAX_STEP_ROWS:
+            raise problem(f"a step of {rows:,} rows is too large: no more than {MAX_STEP_ROWS:,}")
+        return value
 
     @field_validator("trackers")
     @classmethod

@@ -54,6 +54,11 @@ Write = Callable[[str], Path]
             ["data.on_policy={}", "train.data_parallel=fsdp2"],
             "whole weights, which fsdp2 shards",
         ),
+        (["train.micro_batch_size=1_000_000_000_000"], "a step of 1,000,000,000,000 rows is too large"),
+        (
+            ["train.micro_batch_size=2048", "train.gradient_accumulation_steps=1024"],
+            "a step of 2,097,152 rows is too large",
+        ),
         (["name=../up"], "expected letters, digits"),
         (["data.max_seq_len=1"], "expected an integer ≥ 2, got 1"),
         (["seed=-1"], "expected an integer ≥ 0 and < 9223372036854775808, got -1"),
