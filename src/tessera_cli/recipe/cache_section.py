@@ -29,8 +29,8 @@ class TeacherCacheSection(Section):
     num_samples: PositiveInt | None = None
     """Tokens drawn at each position by sample (50)."""
     path: Text | None = None
-    """Its directory, relative to the recipe, or to the working directory when given on the command line; null is
-    one of Tessera's own, named after what it depends on."""
+    """Its directory, relative to the recipe, or to the working directory when given on the command line; null
+    is one of Tessera's own, named after what it depends on."""
 
     @field_validator("dtype", "k", "num_samples")
     @classmethod

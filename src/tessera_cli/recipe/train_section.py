@@ -14,7 +14,6 @@ from tessera_cli.recipe.section import (
     problem,
 )
 
-
 # A step is laid out as a whole: what is far beyond any use would first fill the memory.
 MAX_STEP_ROWS = 2**20
 
