@@ -6,7 +6,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from tessera_cli.engine.batch import Batch, build_batch
+from tessera_cli.engine.batch import Batch, build_batch, staged
 from tessera_cli.engine.config import EngineConfig
 from tessera_cli.engine.decode_graphs import CudaCapture, DecodeGraphs
 from tessera_cli.engine.forward import build_forward
@@ -153,7 +153,8 @@ def _take(hidden: Tensor, rows: list[int]) -> Tensor:
     """The ascending `rows` of `hidden`: all of them in a decode step, which needs neither copy nor index."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return hidden[rows[0] : rows[-1] + 1]
-    return hidden[rows]
+    index = staged(torch.tensor(rows), hidden.device)
+    return hidden[index.to(hidden.device, non_blocking=True)]
 
 
 def _sample_row(item: ScheduledSequence, matcher: Matcher | None) -> SampleRow:

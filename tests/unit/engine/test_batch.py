@@ -44,6 +44,19 @@ def test_blocks_reserved_for_later_chunks_are_left_out() -> None:
     assert batch.metadata.block_tables.tolist() == [[3, 1]]
 
 
+def test_all_of_a_batch_moves_to_another_device() -> None:
+    batch = build([scheduled(3, 1, 4, [1]), scheduled(5, 2, 7, [2, 3])])
+    moved = batch.to(torch.device("meta"))
+    for part, other in ((batch, moved), (batch.metadata, moved.metadata)):
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Tensor):
+                there = getattr(other, name)
+                assert (there.device.type, there.shape, there.dtype) == ("meta", value.shape, value.dtype)
+            elif name != "metadata":
+                assert getattr(other, name) == value
+    assert batch.to(torch.device("cpu")) is batch
+
+
 def test_dtypes_are_those_of_the_kernels_contract() -> None:
     batch = build([scheduled(0, 3, 3, [1])])
     metadata = batch.metadata

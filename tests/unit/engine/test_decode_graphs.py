@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tessera_cli.engine import model_runner
 from tessera_cli.engine.batch import Batch
 from tessera_cli.engine.config import EngineConfig
 from tessera_cli.engine.decode_graphs import DecodeGraphs, graph_sizes, pad_decodes
+from tessera_cli.engine.loading import EngineOptions, load_engine
 from tessera_cli.engine.model_runner import ModelRunner
 from tessera_cli.errors import RunError
 from tessera_cli.kernels.backend import AttentionMetadata
@@ -161,6 +163,22 @@ def test_only_cuda_has_graphs_and_enforce_eager_has_none(
     assert ModelRunner(decoder, CONFIG, "cuda", enforce_eager=False).decode_graphs is not None
     assert ModelRunner(decoder, CONFIG, "cuda", enforce_eager=True).decode_graphs is None
     assert ModelRunner(decoder, CONFIG, "reference", enforce_eager=False).decode_graphs is None
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_a_loaded_engine_has_graphs_unless_it_is_told_otherwise(
+    enforce_eager: bool, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def runner(*arguments: Any, **options: Any) -> ModelRunner:
+        told.append(options)
+        return ModelRunner(*arguments, **options)
+
+    monkeypatch.setattr("tessera_cli.engine.engine.ModelRunner", runner)
+    options: EngineOptions = {"enforce_eager": True} if enforce_eager else {}
+    load_engine(tiny_model_dir, device="cpu", num_blocks=40, max_model_len=64, **options)
+    assert told == [{"enforce_eager": enforce_eager}]
 
 
 def test_a_capture_that_fails_says_what_to_set(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
