@@ -24,9 +24,11 @@ NAMES = [
     "attend_tensor_core<__half, __half, 16, 4>",
     "attend_tensor_core<__half, int8, 16, 1>",
     "attend_tensor_core<__half, int8, 16, 4>",
+    "attend_tensor_core<__half, fp8, 16, 1>",
+    "attend_tensor_core<__half, fp8, 16, 4>",
     "attend_plain<float, float, 16>",
     *(f"merge_splits<{query}, 16>" for query in ("__half", "float")),
-    *(f"write_kv<{pair}, 16>" for pair in ("__half, __half", "__half, int8", "float, float")),
+    *(f"write_kv<{pair}, 16>" for pair in ("__half, __half", "__half, int8", "__half, fp8", "float, float")),
     "copy_blocks",
 ]
 SANITIZERS = {"thread": "libtsan.so", "address": "libasan.so"}
@@ -81,6 +83,7 @@ FAULTS = {
         "lane / 16 * 8 + lane % 8) * S::PITCH",
         "lane / 16 * 8 + lane / 8) * S::PITCH",
     ),
+    "the bytes of a pair swapped": ("float8.cuh", "(pair >> 8)}", "(pair)}"),
     "empty splits are read": ("merge_splits.cuh", "if (parts[split].y == 0.f) continue;", ""),
     "skipped slots are written": ("kv_cache.cuh", "if (slot < 0) return;", "if (slot < -1) return;"),
 }

@@ -36,6 +36,7 @@ inline __nv_bfloat16 __float2bfloat16_rn(float f) {
   return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};  // to even
 }
 inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
+inline int __float_as_int(float f) { return std::bit_cast<int>(f); }
 inline int __float2int_rn(float f) { return static_cast<int>(std::nearbyint(f)); }
 
 inline void __syncthreads(shim::Place place = shim::Place::current()) { shim::meet(shim::block.all, place, true); }

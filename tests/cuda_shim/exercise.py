@@ -29,6 +29,7 @@ def main() -> None:
         (torch.float32, torch.float32),
         (torch.float16, torch.float16),
         (torch.float16, torch.int8),
+        (torch.float16, torch.float8_e4m3fn),
     ):
         for window in (None, 40):
             for lengths, queries in STEPS:

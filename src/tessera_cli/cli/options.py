@@ -99,7 +99,8 @@ BlockSizeOption = Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Tok
 KvCacheDtypeOption = Annotated[
     str,
     typer.Option(
-        metavar="auto|float32|float16|bfloat16|int8", help="Type of keys and values; auto is the weights'."
+        metavar="auto|float32|float16|bfloat16|int8|fp8",
+        help="Type of keys and values; auto is the weights'.",
     ),
 ]
 KvCacheMemoryOption = Annotated[

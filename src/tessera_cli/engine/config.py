@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from tessera_cli.errors import CapacityError, UsageError
 
 SchedulingPolicy = Literal["fcfs", "priority"]
-KVCacheDtype = Literal["auto", "float32", "float16", "bfloat16", "int8"]
+KVCacheDtype = Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
 #include <ptx.cuh>
 
 #include "attention_tile.cuh"
+#include "float8.cuh"
 
 constexpr int PLAIN_ROWS = 4;   // warps of a block, a row each
 constexpr int PLAIN_KEYS = 32;  // keys of a tile, one a lane

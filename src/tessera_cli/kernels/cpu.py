@@ -10,7 +10,7 @@ from torch import Tensor
 from tessera_cli.attention import AttentionLayer
 from tessera_cli.errors import UsageError
 from tessera_cli.kernels.backend import COMPILED_BLOCK_SIZES, NULL_BLOCK, AttentionMetadata
-from tessera_cli.kernels.cpu_library import KINDS, CpuLibrary, Layer, Step, load_library
+from tessera_cli.kernels.cpu_library import ACTIVATION_KINDS, KINDS, CpuLibrary, Layer, Step, load_library
 
 HEAD_DIM_MULTIPLE = 8
 
@@ -54,7 +54,8 @@ class CpuAttention:
         num_blocks: blocks of the pool, the null block among them.
         block_size: tokens in a block: 8, 16, 32, 64 or 128.
         dtype: of queries and outputs: float32, float16 or bfloat16. Sums are float32 in any case.
-        kv_cache_dtype: of stored keys and values: also int8, symmetric with a scale for each token and head.
+        kv_cache_dtype: of stored keys and values: also int8, symmetric with a scale for each token and head,
+            or float8_e4m3fn.
         device: the CPU.
 
     Attributes:
@@ -80,13 +81,13 @@ class CpuAttention:
         _check_sizes(layers, block_size, dtype, kv_cache_dtype, device)
         self._functions = library.functions
         self._dtype = dtype
-        self._kind = KINDS[dtype]
+        self._kind = ACTIVATION_KINDS[dtype]
         self._layers = tuple(layers)
         self.caches = [_allocate(layer, num_blocks, block_size, kv_cache_dtype) for layer in layers]
         for cache in self.caches:
             for tensor in cache.tensors():
                 self._functions.tessera_advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
-                tensor[NULL_BLOCK] = 0
+                tensor[NULL_BLOCK].zero_()
         described = [
             _describe(layer, cache, block_size) for layer, cache in zip(layers, self.caches, strict=True)
         ]
@@ -245,7 +246,7 @@ def _check_sizes(
         raise UsageError(f"the cpu attention backend does not run on {device}", hint=hint)
     if block_size not in COMPILED_BLOCK_SIZES:
         raise UsageError(f"block size {block_size}: the cpu backend has {COMPILED_BLOCK_SIZES}", hint=hint)
-    if kv_cache_dtype not in KINDS or dtype not in KINDS or dtype == torch.int8:
+    if kv_cache_dtype not in KINDS or dtype not in ACTIVATION_KINDS:
         raise UsageError(f"the cpu backend has no {dtype} over a {kv_cache_dtype} cache", hint=hint)
     for index, layer in enumerate(layers):
         if layer.head_dim % HEAD_DIM_MULTIPLE or layer.num_heads % layer.num_kv_heads:

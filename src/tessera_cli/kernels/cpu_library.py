@@ -11,7 +11,8 @@ import torch
 from tessera_cli import kernels
 
 # The same numbers are in vectors.hpp.
-KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
+ACTIVATION_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+KINDS = ACTIVATION_KINDS | {torch.int8: 3, torch.float8_e4m3fn: 4}  # in which keys and values are stored
 
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 _SIGNATURES = {

@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tessera_cli.kernels.cpu_library import KINDS, CpuLibrary
+from tessera_cli.kernels.cpu_library import ACTIVATION_KINDS, CpuLibrary
 
 WIDTH_MULTIPLE = 8
 
@@ -81,7 +81,7 @@ class CpuOperators:
             qk.stride(0),
             heads,
             head_dim,
-            KINDS[qk.dtype],
+            ACTIVATION_KINDS[qk.dtype],
             torch.get_num_threads(),
         )
         return qk
@@ -101,7 +101,7 @@ class CpuOperators:
             out.data_ptr(),
             num_tokens,
             width,
-            KINDS[gate_up.dtype],
+            ACTIVATION_KINDS[gate_up.dtype],
             torch.get_num_threads(),
         )
         return out
@@ -121,7 +121,7 @@ class CpuOperators:
             num_tokens,
             width,
             norm.eps,
-            KINDS[residual.dtype],
+            ACTIVATION_KINDS[residual.dtype],
             torch.get_num_threads(),
         )
 
@@ -137,6 +137,6 @@ def _check(fits: bool, *tensors: Tensor) -> None:
         ValueError: so they are.
     """
     dtypes = {tensor.dtype for tensor in tensors}
-    if not fits or len(dtypes) > 1 or not dtypes <= set(KINDS) - {torch.int8}:
+    if not fits or len(dtypes) > 1 or not dtypes <= set(ACTIVATION_KINDS):
         described = ", ".join(f"{t.dtype} {tuple(t.shape)} strides {t.stride()}" for t in tensors)
         raise ValueError(f"no compiled operator for {described}")

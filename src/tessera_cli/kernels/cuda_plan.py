@@ -14,8 +14,10 @@ _ELEMENTS = {
     torch.float16: "__half",
     torch.bfloat16: "__nv_bfloat16",
     torch.int8: "int8",
+    torch.float8_e4m3fn: "fp8",
 }
 _TENSOR_CORE_DTYPES = (torch.float16, torch.bfloat16)
+_CONVERTED_DTYPES = (torch.int8, torch.float8_e4m3fn)  # of caches, by the tensor-core kernel
 
 SPLIT_MULTIPLE = 64  # tokens; no tile of keys crosses the end of a split
 _MIN_SPLIT_LEN = 256  # below it, merging costs more than a longer split
@@ -66,10 +68,10 @@ def layer_kernels(layer: AttentionLayer, dtype: torch.dtype, kv_cache_dtype: tor
     hint = "use the reference attention backend"
     if head_dim % 8 or head_dim > MAX_COMPILED_HEAD_DIM:
         raise UsageError(f"the CUDA kernels have no heads of {head_dim} elements", hint=hint)
-    if dtype not in _ELEMENTS or dtype == torch.int8 or kv_cache_dtype not in _ELEMENTS:
+    if dtype not in _ELEMENTS or dtype in _CONVERTED_DTYPES or kv_cache_dtype not in _ELEMENTS:
         raise UsageError(f"the CUDA kernels have no {dtype} over a cache of {kv_cache_dtype}", hint=hint)
     query, cache = _ELEMENTS[dtype], _ELEMENTS[kv_cache_dtype]
-    converts = kv_cache_dtype == torch.int8
+    converts = kv_cache_dtype in _CONVERTED_DTYPES
     if dtype in _TENSOR_CORE_DTYPES and (converts or kv_cache_dtype == dtype) and head_dim % 16 == 0:
         warps = 2 if head_dim > 128 else 4
         decode, prefill = (_tensor_core(query, cache, head_dim, warps, rows) for rows in (1, warps))
@@ -85,8 +87,8 @@ def _tensor_core(query: str, cache: str, head_dim: int, warps: int, row_warps: i
     rows, keys, pitch = 16 * row_warps, 16 * warps, head_dim + 8
     tile = 2 * keys * pitch * 2
     shared = rows * pitch * 2 + 2 * tile
-    if cache == "int8":
-        shared += -tile + 2 * (2 * keys * head_dim + 2 * keys * 4)
+    if cache != query:  # one tile of operands, two as they are in the cache, and their scales
+        shared += -tile + 2 * (2 * keys * head_dim + (2 * keys * 4 if cache == "int8" else 0))
     name = f"attend_tensor_core<{query}, {cache}, {head_dim}, {row_warps}>"
     return AttentionKernel(name, rows, 32 * warps, shared)
 

@@ -1,4 +1,5 @@
-// The element types of queries, outputs and KV caches: float, half, bfloat16, and int8 beside a scale.
+// The element types of queries, outputs and KV caches: float, half, bfloat16, and int8 beside a scale;
+// float8.cuh has one more.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -1,6 +1,7 @@
 // Writing this step's keys and values into their slots, and copying whole blocks.
 #pragma once
 #include "elements.cuh"
+#include "float8.cuh"
 
 struct WriteSide {
   const void* source;  // [num_tokens, num_kv_heads, head_dim]

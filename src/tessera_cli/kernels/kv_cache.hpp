@@ -15,7 +15,7 @@ struct Layer {
   void* values;
   float* key_scales;  // null unless int8
   float* value_scales;
-  int32_t kind;
+  int32_t kind;        // of keys and values
   int32_t num_heads;
   int32_t num_kv_heads;
   int32_t head_dim;    // a multiple of 8
@@ -100,6 +100,7 @@ inline void write_token(const Layer& layer, const Step& step, int64_t token, con
       case FLOAT32: write_row<float>(layer, block, offset, head, row, row + dim); break;
       case FLOAT16: write_row<Half>(layer, block, offset, head, row, row + dim); break;
       case BFLOAT16: write_row<BFloat16>(layer, block, offset, head, row, row + dim); break;
+      case FLOAT8: write_row<Float8>(layer, block, offset, head, row, row + dim); break;
       default: write_row<int8_t>(layer, block, offset, head, row, row + dim);
     }
   }

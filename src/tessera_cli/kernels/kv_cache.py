@@ -15,9 +15,11 @@ KV_CACHE_DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
 }
 _SCALE_BYTES = 4  # a float32 for each token and head of an int8 cache
 _INT8_MAX = 127
+_FP8_LIMIT = 464.0  # halfway from 448, the largest number, to what would be the next; a tie goes to 448
 
 
 def select_kv_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -56,6 +58,15 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return steps.to(torch.int8), torch.where(scales.isfinite(), scales, torch.nan)
 
 
+def to_fp8(x: Tensor) -> Tensor:
+    """`x` in float8 e4m3, to the nearest, ties to even; NaN beyond 464, above which 448 is not the nearest.
+
+    torch itself makes 448 of all that is larger, infinities included, or NaN, depending on its version.
+    """
+    x = x.float()
+    return x.where(x.abs() <= _FP8_LIMIT, torch.nan).to(torch.float8_e4m3fn)
+
+
 class PagedTensor:
     """The keys or the values of one layer, NHD blocks [num_blocks, block_size, num_kv_heads, head_dim].
 
@@ -80,13 +91,15 @@ class PagedTensor:
             torch.empty(shape[:-1], dtype=torch.float32, device=device) if dtype == torch.int8 else None
         )
         for tensor in self._tensors():
-            tensor[NULL_BLOCK] = 0
+            tensor[NULL_BLOCK].zero_()
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
         """Store `rows` [n, num_kv_heads, head_dim] in `slots` int64 [n], converted to the cache's dtype."""
         elements = self.elements.flatten(0, 1)
         if self.scales is None:
-            elements.index_copy_(0, slots, rows.to(elements.dtype))
+            fp8 = elements.dtype == torch.float8_e4m3fn
+            stored = to_fp8(rows) if fp8 else rows.to(elements.dtype)
+            _movable(elements).index_copy_(0, slots, _movable(stored))
             return
         steps, scales = quantise(rows)
         elements.index_copy_(0, slots, steps)
@@ -102,11 +115,16 @@ class PagedTensor:
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks `sources` int64 [n] to `targets`; all are read before one is written."""
-        for tensor in self._tensors():
+        for tensor in map(_movable, self._tensors()):
             tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
     def _tensors(self) -> list[Tensor]:
         return [self.elements] if self.scales is None else [self.elements, self.scales]
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    """`tensor`, or its bytes where torch has no index_copy_ for its dtype."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def _gather(cache: Tensor, slots: Tensor) -> Tensor:

@@ -110,6 +110,7 @@ void run_task(const Layer& layer, const Step& step, const Task& task, const Task
     case FLOAT32: attend(float{}); break;
     case FLOAT16: attend(Half{}); break;
     case BFLOAT16: attend(BFloat16{}); break;
+    case FLOAT8: attend(Float8{}); break;
     default: attend(int8_t{});
   }
   for (int row = 0; row < task.num_rows; ++row) {
@@ -215,7 +216,7 @@ void tessera_copy_blocks(const Layer* layers, int32_t num_layers, const int64_t*
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int32_t i = 0; i < num_layers; ++i) {
     const Layer& layer = layers[i];
-    const int64_t width = layer.kind == FLOAT32 ? 4 : layer.kind == INT8 ? 1 : 2;
+    const int64_t width = layer.kind == FLOAT32 ? 4 : layer.kind == INT8 || layer.kind == FLOAT8 ? 1 : 2;
     copy_rows(layer.keys, layer.block(1, 0) * width, sources, targets, num_pairs);
     copy_rows(layer.values, layer.block(1, 0) * width, sources, targets, num_pairs);
     if (layer.kind != INT8) continue;

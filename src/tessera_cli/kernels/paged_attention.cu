@@ -13,10 +13,11 @@
 #include "attend_plain.cuh"
 #include "attention_tile.cuh"
 #include "elements.cuh"
+#include "float8.cuh"
 #include "kv_cache.cuh"
 #include "merge_splits.cuh"
 
-// T: of queries and output, half or bfloat16. C: of the cache, T or int8.
+// T: of queries and output, half or bfloat16. C: of the cache, T, int8 or fp8.
 template <class T, class C, int HEAD_DIM, int ROW_WARPS>
 struct Shape {
   // With 256 elements a row, four warps' tiles would not fit the 99 KB of sm_86, sm_89 and sm_120.
@@ -27,7 +28,7 @@ struct Shape {
   static constexpr int KEYS = 16 * WARPS;
   static constexpr int WARP_KEYS = KEYS / KEY_WARPS;
   static constexpr int PITCH = HEAD_DIM + 8;  // elements; 8 rows of a matrix then fall into different banks
-  static constexpr bool CONVERTS = !same_type<T, C>;
+  static constexpr bool CONVERTS = !same_type<T, C>, SCALES = same_type<C, int8>;
   static_assert(ROW_WARPS == 1 || ROW_WARPS == WARPS);
 };
 
@@ -40,11 +41,12 @@ struct SharedTiles {
 
   // [ROWS, PITCH]
   __device__ __forceinline__ T* queries() const { return reinterpret_cast<T*>(memory); }
-  // [2, KEYS, PITCH], what tensor cores read: one of each stage, or the one that int8 is converted into.
+  // [2, KEYS, PITCH], what tensor cores read: one of each stage, or the one that is converted into.
   __device__ __forceinline__ T* operands(int stage) const {
     return queries() + S::ROWS * S::PITCH + (S::CONVERTS ? 0 : stage * TILE);
   }
-  // int8 only: [2, KEYS, HEAD_DIM] of each stage as it is in the cache, then float [2, KEYS] of each stage.
+  // Converted types only: [2, KEYS, HEAD_DIM] of each stage as it is in the cache, then, for int8, float [2, KEYS] of
+  // each stage.
   __device__ __forceinline__ C* raw(int stage) const {
     return reinterpret_cast<C*>(operands(0) + TILE) + stage * RAW;
   }
@@ -121,7 +123,7 @@ struct TensorCoreAttention {
       copy_async<16>(to, static_cast<const C*>(a.key_cache) + from, slot >= 0);
       copy_async<16>(to + S::KEYS * PITCH, static_cast<const C*>(a.value_cache) + from, slot >= 0);
     }
-    if constexpr (S::CONVERTS)
+    if constexpr (S::SCALES)
       if (threadIdx.x < S::KEYS) {
         const int slot = slots[threadIdx.x];
         const long long from = static_cast<long long>(max(slot, 0)) * a.num_kv_heads + blockIdx.y;
@@ -130,16 +132,23 @@ struct TensorCoreAttention {
       }
   }
 
-  // int8 to T, for keys and values of one stage.
+  // int8 or fp8 to T, for keys and values of one stage.
   __device__ __forceinline__ void convert(int stage) const {
     constexpr int CHUNKS = HEAD_DIM / 4;
     for (int i = threadIdx.x; i < 2 * S::KEYS * CHUNKS; i += S::THREADS) {
       const int key = i / CHUNKS, column = i % CHUNKS * 4;
-      const char4 packed = *reinterpret_cast<const char4*>(shared.raw(stage) + key * HEAD_DIM + column);
-      const float scale = shared.scales(stage)[key];
+      const C* from = shared.raw(stage) + key * HEAD_DIM + column;
       uint2 pair;
-      pair.x = pack<T>(packed.x * scale, packed.y * scale);
-      pair.y = pack<T>(packed.z * scale, packed.w * scale);
+      if constexpr (S::SCALES) {
+        const char4 packed = *reinterpret_cast<const char4*>(from);
+        const float scale = shared.scales(stage)[key];
+        pair.x = pack<T>(packed.x * scale, packed.y * scale);
+        pair.y = pack<T>(packed.z * scale, packed.w * scale);
+      } else {
+        const unsigned packed = *reinterpret_cast<const unsigned*>(from);
+        pair.x = unpack<T>(packed);
+        pair.y = unpack<T>(packed >> 16);
+      }
       *reinterpret_cast<uint2*>(shared.operands(0) + key * S::PITCH + column) = pair;
     }
   }

@@ -52,7 +52,8 @@ class ReferenceAttention:
         num_blocks: blocks of each layer, the null block included.
         block_size: tokens of a block.
         dtype: of queries and results.
-        kv_cache_dtype: that keys and values are stored in, float32, float16, bfloat16 or int8.
+        kv_cache_dtype: that keys and values are stored in, float32, float16, bfloat16, int8 or
+            float8_e4m3fn.
         device: of all tensors.
     """
 

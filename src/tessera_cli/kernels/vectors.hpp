@@ -39,9 +39,10 @@ template <class V> constexpr int lanes_of = sizeof(V) / sizeof(float);
 
 struct Half { uint16_t bits; };
 struct BFloat16 { uint16_t bits; };
+struct Float8 { uint8_t bits; };  // e4m3: bias 7, no infinities, NaN where all but the sign are ones
 
 // The same numbers are in cpu_library.py.
-enum Kind : int32_t { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, INT8 = 3 };
+enum Kind : int32_t { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, INT8 = 3, FLOAT8 = 4 };
 
 template <class To, class From> TESSERA_INLINE To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -70,24 +71,49 @@ template <int N> TESSERA_INLINE typename Vector<N>::Words load_words(const void*
   return __builtin_convertvector(bits, Words);
 }
 
+template <int N> TESSERA_INLINE typename Vector<N>::Halves sign_extend(const Float8* from) {
+#ifdef __AVX2__
+  if constexpr (N == 16)
+    return (typename Vector<N>::Halves)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  if constexpr (N == 8)
+    return (typename Vector<N>::Halves)_mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#endif
+  typename Vector<N>::Bytes bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, typename Vector<N>::Halves);
+}
+
 template <int N = LANES> TESSERA_INLINE FloatsOf<N> load(const BFloat16* from) {
   return bit_cast<FloatsOf<N>>(load_words<N>(from) << 16);
 }
 
-template <int N = LANES> TESSERA_INLINE FloatsOf<N> load(const Half* from) {
+template <int N> TESSERA_INLINE FloatsOf<N> from_halves(typename Vector<N>::Halves bits) {
 #ifdef __AVX512F__
-  if constexpr (N == 16)
-    return (FloatsOf<N>)_mm512_maskz_cvtph_ps(ALL, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  if constexpr (N == 16) return (FloatsOf<N>)_mm512_maskz_cvtph_ps(ALL, (__m256i)bits);
 #endif
 #ifdef __F16C__
-  if constexpr (N == 8) return (FloatsOf<N>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  if constexpr (N == 8) return (FloatsOf<N>)_mm256_cvtph_ps((__m128i)bits);
 #endif
   typedef typename Vector<N>::Words Words;
-  const Words half = load_words<N>(from);
+  const Words half = __builtin_convertvector(bits, Words);
   // Exponent and fraction moved into place, then scaled by 2^112: right for subnormals too.
   const FloatsOf<N> scaled = bit_cast<FloatsOf<N>>((half & 0x7fffu) << 13) * 0x1p112f;
   const Words special = (Words)((half & 0x7c00u) == 0x7c00u) & 0x7f800000u;  // infinities and NaN
   return bit_cast<FloatsOf<N>>(bit_cast<Words>(scaled) | special | ((half & 0x8000u) << 16));
+}
+
+template <int N = LANES> TESSERA_INLINE FloatsOf<N> load(const Half* from) {
+  typename Vector<N>::Halves bits;
+  std::memcpy(&bits, from, sizeof bits);
+  return from_halves<N>(bits);
+}
+
+// By way of halves, in whose place a number is 256 times smaller: the exponent's bias is 15 there.
+template <int N = LANES> TESSERA_INLINE FloatsOf<N> load(const Float8* from) {
+  typedef typename Vector<N>::Halves Halves;
+  const Halves wide = sign_extend<N>(from) << 7;
+  const Halves nan = (Halves)((wide & 0x3f80) == 0x3f80);
+  return from_halves<N>((wide & 0xbf80) | nan) * 256.f;
 }
 
 template <int N = LANES> TESSERA_INLINE FloatsOf<N> load(const int8_t* from) {
@@ -128,9 +154,20 @@ TESSERA_INLINE BFloat16 to_bfloat16(float x) {
   return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
 }
 
+// NaN beyond 464, above which 448, the largest number, is not the nearest.
+TESSERA_INLINE Float8 to_float8(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x), sign = (bits >> 24) & 0x80u, size = bits & 0x7fffffffu;
+  const auto code = [&](uint32_t rest) { return Float8{static_cast<uint8_t>(sign | rest)}; };
+  if (size > 0x43e80000u) return code(0x7fu);
+  if (size < 0x3c800000u)  // subnormal: the addition of 2^14 leaves the rounded fraction in the low bits
+    return code(bit_cast<uint32_t>(bit_cast<float>(size) + 0x1p14f) - 0x46800000u);
+  return code(((size + 0x7ffffu + ((size >> 20) & 1u)) >> 20) - (120u << 3));
+}
+
 TESSERA_INLINE void convert(float* to, float x) { *to = x; }
 TESSERA_INLINE void convert(Half* to, float x) { *to = to_half(x); }
 TESSERA_INLINE void convert(BFloat16* to, float x) { *to = to_bfloat16(x); }
+TESSERA_INLINE void convert(Float8* to, float x) { *to = to_float8(x); }
 
 // `count` is a multiple of LANES.
 template <class T> TESSERA_INLINE void load_row(float* to, const T* from, int count) {

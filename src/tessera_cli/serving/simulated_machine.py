@@ -7,7 +7,7 @@ from tessera_cli.models.config import ModelConfig
 from tessera_cli.serving.cost_model import DEFAULT_STEP_OVERHEAD, Efficiency, RooflineCost
 from tessera_cli.serving.gpus import Gpu
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 _SCALE_BYTES = 4  # a float32 for each token and head of an int8 cache, once for keys and once for values
 
 

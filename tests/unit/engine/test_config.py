@@ -52,7 +52,7 @@ def test_choices_that_do_not_exist_are_refused_with_those_that_do(name: str) -> 
     with pytest.raises(UsageError, match=f"{name}='fastest'") as caught:
         EngineConfig(num_blocks=5, max_model_len=64, **options)
     assert caught.value.hint is not None
-    assert {"scheduling_policy": "fcfs, priority", "kv_cache_dtype": "int8"}[name] in caught.value.hint
+    assert {"scheduling_policy": "fcfs, priority", "kv_cache_dtype": "int8, fp8"}[name] in caught.value.hint
 
 
 @pytest.mark.parametrize(("max_num_seqs", "budget", "slots"), [(3, 8, 3), (8, 3, 3)])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tessera_cli.engine.config import KVCacheDtype
 from tessera_cli.engine.loading import load_engine
 from tessera_cli.errors import CapacityError, UsageError
 
@@ -37,13 +38,14 @@ def test_only_a_cache_that_nobody_sized_is_sparing_with_memory(tiny_model_dir: P
         assert load_engine(tiny_model_dir, device="cpu", **size).config.num_kept_blocks is None
 
 
-def test_an_int8_cache_holds_more_tokens_in_the_same_bytes(tiny_model_dir: Path) -> None:
-    block_bytes = 3 * 2 * 2 * (16 + 4) * 16  # a float32 scale beside 16 elements of one byte
-    engine = load_engine(
-        tiny_model_dir, kv_cache_memory=40 * block_bytes, kv_cache_dtype="int8", device="cpu"
-    )
+@pytest.mark.parametrize(("dtype", "head_bytes"), [("int8", 16 + 4), ("fp8", 16)])  # a float32 scale, or none
+def test_a_smaller_cache_holds_more_tokens_in_the_same_bytes(
+    dtype: KVCacheDtype, head_bytes: int, tiny_model_dir: Path
+) -> None:
+    block_bytes = 3 * 2 * 2 * head_bytes * 16
+    engine = load_engine(tiny_model_dir, kv_cache_memory=40 * block_bytes, kv_cache_dtype=dtype, device="cpu")
     assert engine.config.num_blocks == 40
-    assert engine.config.kv_cache_dtype == "int8"
+    assert engine.config.kv_cache_dtype == dtype
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,13 @@ def test_memory_that_the_weights_fill_holds_no_pool(device: str) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "token_bytes"),
-    [(torch.float32, TOKEN), (torch.float16, TOKEN // 2), (torch.bfloat16, TOKEN // 2), (torch.int8, 12_240)],
+    [
+        (torch.float32, TOKEN),
+        (torch.float16, TOKEN // 2),
+        (torch.bfloat16, TOKEN // 2),
+        (torch.int8, 12_240),
+        (torch.float8_e4m3fn, TOKEN // 4),
+    ],
 )
 @pytest.mark.parametrize("block_size", [8, 16, 128])
 def test_bytes_become_blocks_of_the_caches_dtype(
@@ -84,12 +90,12 @@ def test_a_pool_below_max_model_len_is_refused_with_what_mends_it() -> None:
     )
     assert caught.value.hint == (
         "raise kv_cache_memory to at least 361MiB or lower max_model_len to at most 4528"
-        " or set kv_cache_dtype to float16 or bfloat16 or int8"
+        " or set kv_cache_dtype to float16 or bfloat16 or int8 or fp8"
     )
-    # Each of the three is enough.
+    # Each remedy is enough.
     assert _pool().blocks_from_bytes(361 << 20, "cpu", memory) >= 513
     assert _pool(max_model_len=4528).blocks_from_bytes(200 << 20, "cpu", memory) == 284
-    for dtype in (torch.float16, torch.bfloat16, torch.int8):
+    for dtype in (torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn):
         assert _pool(dtype=dtype).blocks_from_bytes(200 << 20, "cpu", memory) >= 513
 
 
@@ -101,7 +107,7 @@ def test_remedies_that_would_not_help_are_not_offered() -> None:
     with pytest.raises(CapacityError) as caught:
         _pool().blocks_from_bytes(100 << 20, "cpu", memory)
     assert caught.value.hint is not None
-    assert caught.value.hint.endswith("at most 2256 or set kv_cache_dtype to int8")
+    assert caught.value.hint.endswith("at most 2256 or set kv_cache_dtype to int8 or fp8")
 
 
 def test_blocks_are_taken_as_given_or_refused() -> None:

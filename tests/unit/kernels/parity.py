@@ -13,11 +13,18 @@ from torch import Tensor
 
 from tessera_cli.attention import AttentionLayer
 from tessera_cli.kernels.backend import AttentionBackend, AttentionMetadata
-from tessera_cli.kernels.kv_cache import quantise
+from tessera_cli.kernels.kv_cache import quantise, to_fp8
 
 Factory = Callable[..., AttentionBackend]
 # ||out - expected|| / ||expected||, the definition being given the stored values; the coarsest dtype counts.
-TOLERANCES = {torch.float32: 1e-5, torch.int8: 5e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+TOLERANCES = {
+    torch.float32: 1e-5,
+    torch.float8_e4m3fn: 1e-5,  # whose numbers every dtype of queries has exactly
+    torch.int8: 5e-3,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1e-2,
+}
+STORED_DTYPES = tuple(TOLERANCES)
 
 
 @dataclass(frozen=True)
@@ -195,6 +202,30 @@ def check(factory: Factory, case: Case, *, device: torch.device | str = "cpu") -
         assert error <= case.tolerance, f"{case}: relative error {error:.2e} above {case.tolerance:.0e}"
 
 
+def check_every_code_of_float8_is_what_it_says(factory: Factory, device: torch.device | str = "cpu") -> None:
+    """All 256 codes of float8 e4m3 are read as torch reads them, and numbers rounded as it rounds them.
+
+    A sequence of one token gives its value back, whatever its score is.
+    """
+    codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    numbers = codes[codes.isfinite()].sort().values
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    up, down = (ties.nextafter(torch.tensor(end)) for end in (torch.inf, -torch.inf))
+    limits = torch.tensor([464.0, 464.00003, 480, 1e38, torch.inf])
+    tiny = torch.tensor([1e-45, 1e-38, 2**-10])
+    every = torch.cat([codes, ties, up, down, limits, -limits, tiny, -tiny])
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        # A head has sixteen of them, one after the other, and the next head the same backwards.
+        rows = torch.cat([every, every[: -len(every) % 16]]).to(dtype).view(-1, 1, 16)
+        rows = torch.cat([rows, rows.flip(-1)], dim=1)
+        ones = (1,) * len(rows)
+        case = Case("codes", ones, ones, block_size=8, dtype=dtype, kv_cache_dtype=torch.float8_e4m3fn)
+        scene = Scene.of(case, device=device)
+        scene.values = list(rows[:, None])
+        expected = to_fp8(rows).to(dtype).repeat_interleave(3, dim=1)
+        torch.testing.assert_close(scene.run(factory), expected, atol=0, rtol=0, equal_nan=True)
+
+
 def check_later_tokens_do_not_reach_earlier_ones(
     factory: Factory, device: torch.device | str = "cpu"
 ) -> None:
@@ -225,8 +256,9 @@ def check_a_value_that_is_not_finite_is_not_hidden(
     factory: Factory, device: torch.device | str = "cpu"
 ) -> None:
     """A NaN or an infinity among a sequence's keys or values makes its row NaN or infinite in every dtype."""
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8):
-        for value in (torch.nan, torch.inf):
+    beyond = 465.0  # what is stored in float8 e4m3
+    for dtype in STORED_DTYPES:
+        for value in (torch.nan, torch.inf, *([beyond] if dtype == torch.float8_e4m3fn else [])):
             scene = Scene.of(Case("not finite", (9, 9), (1, 1), kv_cache_dtype=dtype), device=device)
             scene.keys[0][4, 0, 3] = value
             scene.values[1][4, 0, 3] = value
@@ -272,7 +304,7 @@ def check_layers_have_caches_of_their_own(factory: Factory, device: torch.device
 
 def check_copied_blocks_equal_their_sources(factory: Factory, device: torch.device | str = "cpu") -> None:
     """A table of copies gives the bits of the originals, in all layers and dtypes; sources are read first."""
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8):
+    for dtype in STORED_DTYPES:
         scene = Scene.of(Case("copies", (40,), (1,), kv_cache_dtype=dtype, spare=3), device=device)
         backend = scene.backend(factory)
         for layer in range(2):
@@ -312,6 +344,7 @@ PROPERTIES = (
     check_slot_minus_one_is_not_written,
     check_layers_have_caches_of_their_own,
     check_copied_blocks_equal_their_sources,
+    check_every_code_of_float8_is_what_it_says,
     check_chunks_equal_the_whole,
 )
 
@@ -359,10 +392,13 @@ _DTYPES = (
     (torch.float32, torch.float16),
     (torch.float32, torch.bfloat16),
     (torch.float32, torch.int8),
+    (torch.float32, torch.float8_e4m3fn),
     (torch.float16, torch.float16),
     (torch.float16, torch.int8),
+    (torch.float16, torch.float8_e4m3fn),
     (torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.int8),
+    (torch.bfloat16, torch.float8_e4m3fn),
 )
 
 
@@ -390,6 +426,8 @@ def _metadata(
 
 def _stored(history: Tensor, dtype: torch.dtype) -> Tensor:
     """`history` as a cache of `dtype` gives it back, in float64."""
+    if dtype == torch.float8_e4m3fn:
+        return to_fp8(history).double()
     if dtype != torch.int8:
         return history.to(dtype).double()
     steps, scales = quantise(history)

@@ -31,7 +31,7 @@ _LONG = [
     ),
     *(
         Case(f"long, {dtype}", (700, 520), (100, 1), head_dim=80, window=333, kv_cache_dtype=dtype)
-        for dtype in (torch.float16, torch.bfloat16, torch.int8)
+        for dtype in (torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
     ),
 ]
 
@@ -97,6 +97,7 @@ def test_the_null_block_is_zero_and_no_copy_may_target_it() -> None:
         ({"block_size": 12}, "block size 12"),
         ({"dtype": torch.float64}, "float64"),
         ({"dtype": torch.int8}, "int8"),
+        ({"dtype": torch.float8_e4m3fn}, "float8"),
         ({"kv_cache_dtype": torch.float64}, "float64"),
         ({"device": "meta"}, "meta"),
         ({"layers": [AttentionLayer(6, 2, 20, 1.0, None, None)]}, "layer 0"),

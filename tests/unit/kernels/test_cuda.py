@@ -21,6 +21,7 @@ from tests.unit.kernels.parity import Case, Scene
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="the kernels' source needs g++ to run on the CPU")
 
 HALF, BFLOAT, FLOAT, INT8 = torch.float16, torch.bfloat16, torch.float32, torch.int8
+FP8 = torch.float8_e4m3fn
 RAGGED = ((70, 3, 130, 1, 17), (1, 1, 5, 1, 17))
 # Every kernel family, with and without conversion, in both shapes; the plain kernel has most of the cases.
 TYPES = [
@@ -28,6 +29,14 @@ TYPES = [
     *((16, FLOAT, INT8), (16, HALF, FLOAT), (8, HALF, HALF), (16, HALF, HALF), (16, HALF, INT8)),
     *((16, BFLOAT, BFLOAT), (16, BFLOAT, INT8), (80, FLOAT, FLOAT), (64, HALF, HALF), (80, HALF, HALF)),
     *((96, BFLOAT, BFLOAT), (128, BFLOAT, BFLOAT), (256, HALF, HALF), (64, HALF, INT8), (256, BFLOAT, INT8)),
+    *(
+        (8, FLOAT, FP8),
+        (16, FLOAT, FP8),
+        (16, HALF, FP8),
+        (16, BFLOAT, FP8),
+        (64, HALF, FP8),
+        (256, BFLOAT, FP8),
+    ),
 ]
 Attend = Callable[..., cuda.CudaAttention]
 
@@ -103,7 +112,7 @@ def _tensor_core_cases() -> list[Case]:
 def test_sixteen_bits_equal_the_definition(kernels: ShimKernels, case: Case) -> None:
     parity.check(HistoriesUnattended, case)
     tensor_cores = any(name.startswith("attend_tensor_core") for name in kernels.launched)
-    assert tensor_cores == (case.head_dim % 16 == 0 and case.kv_cache_dtype in (case.dtype, INT8))
+    assert tensor_cores == (case.head_dim % 16 == 0 and case.kv_cache_dtype in (case.dtype, INT8, FP8))
 
 
 @pytest.mark.parametrize("holds", parity.PROPERTIES, ids=lambda check: check.__name__)

@@ -28,6 +28,8 @@ COMMON = [
     (64, torch.float32, torch.float32),
     (128, torch.bfloat16, torch.bfloat16),
     (128, torch.bfloat16, torch.int8),
+    (64, torch.float16, torch.float8_e4m3fn),
+    (128, torch.bfloat16, torch.float8_e4m3fn),
 ]
 SMALL = ["merge_splits<__half, 64>", "copy_blocks"]
 

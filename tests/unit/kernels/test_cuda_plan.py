@@ -100,7 +100,7 @@ def test_queries_that_fit_one_tile_run_as_a_decode() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("stored", [torch.float16, torch.int8])
+@pytest.mark.parametrize("stored", [torch.float16, torch.int8, torch.float8_e4m3fn])
 def test_shared_memory_fits_the_smallest_devices(head_dim: int, stored: torch.dtype) -> None:
     for dtype in (torch.float16, torch.float32):
         kernels = layer_kernels(_layer(head_dim=head_dim), dtype, stored)
@@ -113,6 +113,8 @@ def test_shared_memory_fits_the_smallest_devices(head_dim: int, stored: torch.dt
     [
         (torch.float16, torch.float16, 64, "attend_tensor_core<__half, __half, 64, "),
         (torch.bfloat16, torch.int8, 128, "attend_tensor_core<__nv_bfloat16, int8, 128, "),
+        (torch.float16, torch.float8_e4m3fn, 64, "attend_tensor_core<__half, fp8, 64, "),
+        (torch.float32, torch.float8_e4m3fn, 64, "attend_plain<float, fp8, 64>"),
         (torch.float32, torch.float32, 64, "attend_plain<float, float, 64>"),
         (torch.float32, torch.float16, 64, "attend_plain<float, __half, 64>"),
         (torch.bfloat16, torch.float16, 64, "attend_plain<__nv_bfloat16, __half, 64>"),
@@ -135,7 +137,12 @@ def test_a_head_that_no_kernel_takes_is_refused(head_dim: int) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "stored"),
-    [(torch.float64, torch.float16), (torch.int8, torch.int8), (torch.float16, torch.float64)],
+    [
+        (torch.float64, torch.float16),
+        (torch.int8, torch.int8),
+        (torch.float8_e4m3fn,) * 2,
+        (torch.float16, torch.float64),
+    ],
 )
 def test_a_dtype_that_no_kernel_takes_is_refused(dtype: torch.dtype, stored: torch.dtype) -> None:
     with pytest.raises(UsageError, match="the CUDA kernels have no torch"):

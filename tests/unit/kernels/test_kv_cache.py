@@ -11,6 +11,7 @@ from tessera_cli.kernels.kv_cache import (
     kv_block_bytes,
     quantise,
     select_kv_cache_dtype,
+    to_fp8,
 )
 
 _LAYER = AttentionLayer(6, 2, 16, 0.25, None, None)
@@ -61,6 +62,22 @@ def test_rows_of_zeros_stay_zero_and_rows_that_are_not_finite_become_nan() -> No
     torch.testing.assert_close(back[3], x[3])
 
 
+def test_fp8_is_the_nearest_of_its_numbers_and_nothing_beyond_the_largest() -> None:
+    codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
+    numbers = codes.float()
+    stored = to_fp8(numbers)
+    assert torch.equal(stored.view(torch.uint8)[:-1], codes.view(torch.uint8)[:-1])
+    assert bool(stored[-1].float().isnan())  # whose sign does not matter
+    numbers = numbers[numbers.isfinite()]
+    x = torch.cat([torch.linspace(-464, 464, 9973), torch.linspace(-0.05, 0.05, 9973)])
+    distances = (x[:, None] - numbers).abs()
+    assert torch.equal((x - to_fp8(x).float()).abs(), distances.amin(1))
+    # Between two neighbours that whose last bit is 0.
+    whole = torch.tensor([8.5, 9.5, 10.5, 464.0, -464.0, 2**-10, 3 * 2**-10])
+    assert to_fp8(whole).float().tolist() == [8, 10, 10, 448, -448, 0, 2**-8]
+    assert bool(to_fp8(torch.tensor([464.01, -465, 1e9, torch.inf, -torch.inf, torch.nan])).isnan().all())
+
+
 @pytest.mark.parametrize("name", KV_CACHE_DTYPES)
 def test_what_is_written_is_read_back_in_any_order(name: str) -> None:
     paged = _paged(KV_CACHE_DTYPES[name])
@@ -69,14 +86,14 @@ def test_what_is_written_is_read_back_in_any_order(name: str) -> None:
     back = paged.read(torch.tensor([[4, 19], [7, 4]]), torch.float32)
     assert back.dtype == torch.float32
     expected = rows[torch.tensor([[1, 0], [2, 1]])]
-    assert float((back - expected).norm() / expected.norm()) < 0.01
-    assert torch.equal(paged.elements[0], torch.zeros_like(paged.elements[0]))
+    assert float((back - expected).norm() / expected.norm()) < (0.03 if name == "fp8" else 0.01)
+    assert not paged.elements[0].any()
 
 
 @pytest.mark.parametrize("name", KV_CACHE_DTYPES)
 def test_the_null_block_is_zero_whatever_the_memory_held(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "empty", lambda shape, **options: torch.full(shape, 77, **options))
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: torch.full(shape, 72, **options))
     paged = _paged(KV_CACHE_DTYPES[name])
-    assert bool((paged.elements[1:] == 77).all())
+    assert bool((paged.elements[1:] == 72).all())
     assert not paged.read(torch.arange(4), torch.float32).any()
     assert not paged.elements[0].any()

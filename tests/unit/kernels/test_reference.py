@@ -59,7 +59,8 @@ def test_blocks_before_the_window_are_not_read(window: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.float16, 4e-4), (torch.bfloat16, 3e-3), (torch.int8, 1e-2)]
+    ("dtype", "bound"),
+    [(torch.float16, 4e-4), (torch.bfloat16, 3e-3), (torch.int8, 1e-2), (torch.float8_e4m3fn, 4.5e-2)],
 )
 def test_a_smaller_cache_costs_no_more_than_is_documented(dtype: torch.dtype, bound: float) -> None:
     exact = Case("errors", (200, 90), (40, 1), heads=9, kv_heads=3, head_dim=64)

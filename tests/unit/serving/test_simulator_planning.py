@@ -120,9 +120,10 @@ def test_a_model_has_to_fit_the_memory_of_its_gpu(tmp_path: Path):
         memory_beside_weights(find_gpu("l4"), model, "bfloat16", 0.9)
     beside = memory_beside_weights(find_gpu("h200"), model, "bfloat16", 1.0)
     assert beside == 141 * 10**9 - 2 * model.num_parameters
-    full, small = (KVCacheSize.of(model, dtype, 16) for dtype in ("bfloat16", "int8"))
+    full, small, smallest = (KVCacheSize.of(model, dtype, 16) for dtype in ("bfloat16", "int8", "fp8"))
     assert full.bytes_per_token == 2 * 80 * 8 * 128 * 2
     assert small.bytes_per_token == 2 * 80 * 8 * (128 + 4)
+    assert smallest.bytes_per_token == 2 * 80 * 8 * 128
     assert small.num_blocks(beside) > 1.9 * full.num_blocks(beside)
     with pytest.raises(CapacityError, match="two blocks"):
         full.num_blocks(full.bytes_per_token * 31)
