@@ -1,15 +1,21 @@
 """The loop that every loss of logits runs in: it never holds more logits than those of one chunk."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Student logits [n, vocab], the rows they are of -> summed loss, divergence, cross-entropy, and the gradient
-# of the first in the logits. It may overwrite the logits and return them as the gradient.
-ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor, Tensor]]
+# Rows, the student's logits [n, vocab] of them, those of each constant head -> summed loss, divergence,
+# cross-entropy, and the gradient of the first in the student's logits. It may overwrite all logits, and
+# return the student's as the gradient.
+BlockLoss = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+
+# Rows of a chunk that a CPU takes from logits to gradient at once: what is between stays in its cache.
+_CPU_BLOCK = 16
+# Rows of a head that a CPU multiplies at once, for the same reason.
+_CPU_TILE = 256
 
 
 class DistillationSums(NamedTuple):
@@ -25,33 +31,57 @@ class DistillationSums(NamedTuple):
 
 
 def chunked_loss(
-    hidden: Tensor, head: Tensor, chunk_loss: ChunkLoss, *, chunk_tokens: int
+    hidden: Tensor,
+    head: Tensor,
+    block_loss: BlockLoss,
+    *,
+    chunk_tokens: int,
+    constant: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> DistillationSums:
-    """Sum `chunk_loss` over the logits of `hidden` `[m, hidden]` by `head` `[vocab, hidden]`.
+    """Sum `block_loss` over the logits of `hidden` `[m, hidden]` by `head` `[vocab, hidden]`.
 
-    Logits are projected in float32, `chunk_tokens` rows at a time. The gradients of `hidden` and `head` are
-    computed beside the loss, so that the backward pass only scales them.
+    Logits are projected in float32, `chunk_tokens` rows at a time, and so are those of the pairs in
+    `constant`, which get no gradient. The gradients of `hidden` and `head` are computed beside the loss, so
+    that the backward pass only scales them.
     """
+    pairs = [(states.float(), weight.float()) for states, weight in constant]
     with torch.autocast(hidden.device.type, enabled=False):
-        return DistillationSums(*_ChunkedLoss.apply(hidden.float(), head.float(), chunk_loss, chunk_tokens))
+        return DistillationSums(
+            *_ChunkedLoss.apply(hidden.float(), head.float(), block_loss, chunk_tokens, pairs)
+        )
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, chunk_loss: ChunkLoss, chunk_tokens: int
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        block_loss: BlockLoss,
+        chunk_tokens: int,
+        constant: Sequence[tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        num_rows = len(hidden)
+        num_rows, vocab = len(hidden), len(head)
         sums = hidden.new_zeros(3)
         hidden_grad = torch.empty_like(hidden)
         head_grad = torch.empty_like(head) if num_rows else torch.zeros_like(head)
-        # One buffer for all chunks: fresh pages cost as much as what is computed in them.
-        buffer = hidden.new_empty(min(chunk_tokens, num_rows), len(head))
+        pairs = [(hidden, head), *constant]
+        # The same buffers for all chunks: fresh pages cost as much as what is computed in them.
+        buffers = [hidden.new_empty(min(chunk_tokens, num_rows), vocab) for _ in pairs]
         for start in range(0, num_rows, chunk_tokens):
             rows = slice(start, min(start + chunk_tokens, num_rows))
-            logits = torch.mm(hidden[rows], head.t(), out=buffer[: rows.stop - start])
-            *terms, logits_grad = chunk_loss(logits, rows)
-            sums += torch.stack(terms)
+            logits = [
+                _project(states[rows], weight, buffer[: rows.stop - start])
+                for (states, weight), buffer in zip(pairs, buffers, strict=True)
+            ]
+            for block in _blocks(logits[0]):
+                of_block, *constants = (part[block] for part in logits)
+                within = slice(start + block.start, start + block.stop)
+                *terms, grad = block_loss(within, of_block, *constants)
+                sums += torch.stack(terms)
+                if grad is not of_block:
+                    of_block.copy_(grad)
+            logits_grad = logits[0]
             torch.mm(logits_grad, head, out=hidden_grad[rows])
             head_grad.addmm_(logits_grad.t(), hidden[rows], beta=0 if start == 0 else 1)
         ctx.save_for_backward(hidden_grad, head_grad)
@@ -64,4 +94,23 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, head_grad = ctx.saved_tensors
         # In place: the head's gradient is as large as the head, and nobody needs it unscaled.
-        return hidden_grad.mul_(grad_output), head_grad.mul_(grad_output), None, None
+        return hidden_grad.mul_(grad_output), head_grad.mul_(grad_output), None, None, None
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    size = _CPU_BLOCK if logits.is_cpu else len(logits)
+    for start in range(0, len(logits), size):
+        yield slice(start, min(start + size, len(logits)))
+
+
+def _project(hidden: Tensor, head: Tensor, out: Tensor) -> Tensor:
+    """`hidden @ head.t()` `[n, vocab]`, written to `out`."""
+    if not hidden.is_cpu:
+        return torch.mm(hidden, head.t(), out=out)
+    # For MKL a few rows times a large matrix are slower than tiles the other way round, turned in the cache.
+    tile = hidden.new_empty(min(_CPU_TILE, len(head)), len(hidden))
+    for start in range(0, len(head), _CPU_TILE):
+        columns = head[start : start + _CPU_TILE]
+        torch.mm(columns, hidden.t(), out=tile[: len(columns)])
+        out[:, start : start + _CPU_TILE] = tile[: len(columns)].t()
+    return out

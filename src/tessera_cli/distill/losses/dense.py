@@ -114,24 +114,24 @@ def chunked_distillation_loss(
         raise ValueError("student, teacher and targets must cover the same positions")
     if student_head.shape[0] != teacher_head.shape[0]:
         raise ValueError(f"vocabularies differ: {student_head.shape[0]} and {teacher_head.shape[0]}")
-    teacher_hidden, teacher_head = teacher_hidden.float(), teacher_head.float()
-    in_closed_form = loss.kind == "forward_kl"
-    of_logits = _closed_form_forward_kl if in_closed_form else _by_autograd
-    num_rows = min(chunk_tokens, len(target_ids))
-    shape = num_rows, len(teacher_head)
-    buffers = [teacher_head.new_empty(shape) for _ in range(3 if in_closed_form else 1)]
+    of_logits = _closed_form_forward_kl if loss.kind == "forward_kl" else _by_autograd
 
-    def chunk_loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        first, *spare = (buffer[: len(logits)] for buffer in buffers)
-        teacher_logits = torch.mm(teacher_hidden[rows], teacher_head.t(), out=first)
+    def block_loss(
+        rows: slice, logits: Tensor, teacher_logits: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         slope = None if student_soft_cap is None else _soft_cap(logits, student_soft_cap)
         if teacher_soft_cap is not None:
             _soft_cap(teacher_logits, teacher_soft_cap)
-        *terms, logits_grad = of_logits(logits, teacher_logits, target_ids[rows], *spare, loss=loss)
-        total, kd, ce = terms
+        total, kd, ce, logits_grad = of_logits(logits, teacher_logits, target_ids[rows], loss=loss)
         return total, kd, ce, logits_grad if slope is None else logits_grad.mul_(slope)
 
-    return chunked_loss(student_hidden, student_head, chunk_loss, chunk_tokens=chunk_tokens)
+    return chunked_loss(
+        student_hidden,
+        student_head,
+        block_loss,
+        chunk_tokens=chunk_tokens,
+        constant=[(teacher_hidden, teacher_head)],
+    )
 
 
 def _soft_cap(products: Tensor, cap: float) -> Tensor:
@@ -143,7 +143,7 @@ def _soft_cap(products: Tensor, cap: float) -> Tensor:
 
 
 def _by_autograd(
-    logits: Tensor, teacher_logits: Tensor, target_ids: Tensor, *_: Tensor, loss: LossSection
+    logits: Tensor, teacher_logits: Tensor, target_ids: Tensor, *, loss: LossSection
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Summed loss, divergence, cross-entropy and the gradient of the first in `logits` [n, vocab]."""
     temperature = loss.temperature
@@ -158,18 +158,11 @@ def _by_autograd(
 
 
 def _closed_form_forward_kl(
-    logits: Tensor,
-    teacher_logits: Tensor,
-    target_ids: Tensor,
-    teacher: Tensor,
-    student: Tensor,
-    *,
-    loss: LossSection,
+    logits: Tensor, teacher_logits: Tensor, target_ids: Tensor, *, loss: LossSection
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What `_by_autograd` gives, from ∂ T² KL(p ‖ q) / ∂ logits = T (q − p), in few passes.
 
-    Both logits are finite here, so no term of the sum can be 0 · inf. Works in the logits of both and in two
-    buffers like them, `teacher` and `student`.
+    Both logits are finite here, so no term of the sum can be 0 · inf. Works in the logits of both.
     """
     temperature = loss.temperature
     ce = logits.new_zeros(())
@@ -181,12 +174,11 @@ def _closed_form_forward_kl(
     if temperature != 1:
         teacher_logits.div_(temperature)
         logits.div_(temperature)
-    torch.log_softmax(teacher_logits, -1, out=teacher)
-    torch.log_softmax(logits, -1, out=student)
+    teacher, student = torch.log_softmax(teacher_logits, -1), torch.log_softmax(logits, -1)
     p = torch.exp(teacher, out=teacher_logits)
     kd = torch.mul(p, teacher.sub_(student), out=logits).sum()
     total = loss.kd_weight * temperature**2 * kd + loss.ce_weight * ce
-    grad = torch.sub(torch.exp(student, out=student), p, out=logits)
+    grad = torch.sub(student.exp_(), p, out=logits)
     if loss.kd_weight * temperature != 1:
         grad.mul_(loss.kd_weight * temperature)
     if loss.ce_weight:

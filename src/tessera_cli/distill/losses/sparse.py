@@ -16,7 +16,7 @@ from tessera_cli.distill.losses.dense import divergence
 from tessera_cli.recipe.schema import LossSection
 
 # Student logits [n, vocab], rows -> summed divergence at T, and T² times its gradient in the logits.
-_KdOfChunk = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+_KdOfBlock = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
 def topk_distillation_loss(
@@ -51,11 +51,11 @@ def topk_distillation_loss(
     if teacher_log_probs.shape != (len(teacher_ids), k + 1) or k >= student_head.shape[0]:
         raise ValueError("expected log-probabilities of k < vocab tokens and of the rest")
 
-    def kd_of_chunk(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    def kd_of_block(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         return _bucket_divergence(logits, teacher_ids[rows], teacher_log_probs[rows], loss)
 
     return _chunked(
-        student_hidden, student_head, target_ids, len(teacher_ids), kd_of_chunk, loss, chunk_tokens
+        student_hidden, student_head, target_ids, len(teacher_ids), kd_of_block, loss, chunk_tokens
     )
 
 
@@ -93,14 +93,14 @@ def sampled_distillation_loss(
     if drawn_ids.shape != shares.shape or len(entropy) != len(drawn_ids):
         raise ValueError("expected a share for each drawn token and an entropy for each position")
 
-    def kd_of_chunk(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    def kd_of_block(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         log_q = torch.log_softmax(logits / loss.temperature, -1)
         ids, weights = drawn_ids[rows], shares[rows]
         kd = -(weights * log_q.gather(1, ids)).sum() - entropy[rows].sum()
         grad = log_q.exp_().scatter_add_(1, ids, -weights)
         return kd, grad.mul_(loss.temperature)
 
-    return _chunked(student_hidden, student_head, target_ids, len(drawn_ids), kd_of_chunk, loss, chunk_tokens)
+    return _chunked(student_hidden, student_head, target_ids, len(drawn_ids), kd_of_block, loss, chunk_tokens)
 
 
 def _bucket_divergence(
@@ -126,15 +126,15 @@ def _chunked(
     head: Tensor,
     target_ids: Tensor,
     num_rows: int,
-    kd_of_chunk: _KdOfChunk,
+    kd_of_block: _KdOfBlock,
     loss: LossSection,
     chunk_tokens: int,
 ) -> DistillationSums:
     if not len(hidden) == len(target_ids) == num_rows:
         raise ValueError("student, teacher and targets must cover the same positions")
 
-    def chunk_loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        kd, grad = kd_of_chunk(logits, rows)
+    def block_loss(rows: slice, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        kd, grad = kd_of_block(logits, rows)
         total, ce = loss.kd_weight * loss.temperature**2 * kd, kd.new_zeros(())
         if loss.kd_weight != 1:
             grad.mul_(loss.kd_weight)
@@ -147,4 +147,4 @@ def _chunked(
             grad.add_(plain, alpha=loss.ce_weight)
         return total, kd, ce, grad
 
-    return chunked_loss(hidden, head, chunk_loss, chunk_tokens=chunk_tokens)
+    return chunked_loss(hidden, head, block_loss, chunk_tokens=chunk_tokens)
