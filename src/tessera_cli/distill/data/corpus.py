@@ -71,7 +71,7 @@ class Corpus:
             if number >= start:
                 yield [self.documents[index] for index in group]
 
-    def having(self, contents: frozenset[bytes]) -> set[bytes]:
+    def having(self, contents: frozenset[bytes]) -> frozenset[bytes]:
         """Those of `contents`, see `Document.content`, that are of one of the documents."""
         return contents & {document.content for document in self.documents}
 

@@ -92,7 +92,7 @@ class DocumentStream:
                 documents.append(document)
             yield documents
 
-    def having(self, contents: frozenset[bytes]) -> set[bytes]:
+    def having(self, contents: frozenset[bytes]) -> frozenset[bytes]:
         """See `Corpus.having`; of those that are watched, and as far as it was read."""
         return contents & self._came
 
