@@ -8,6 +8,10 @@ if __name__ == "__main__":
     model, quantization = sys.argv[1:]
     out = keep_stdout()
 
+    from tessera_cli.settings import prepare_process
+
+    prepare_process(offline=True)  # as the command line does
+
     from tessera_cli import __version__
     from tessera_cli.engine.sampling_params import SamplingParams
     from tessera_cli.serving.llm import LLM

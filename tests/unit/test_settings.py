@@ -1,8 +1,10 @@
 """What the environment says of the process."""
 
+import os
+
 import pytest
 
-from tessera_cli.settings import Settings, is_main_process
+from tessera_cli.settings import Settings, is_main_process, prepare_process
 
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True"}
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -37,3 +39,16 @@ def test_a_process_knows_when_a_launcher_left_it_alone(env: dict[str, str], is_l
 )
 def test_one_process_of_a_launcher_tells(env: dict[str, str], is_main: bool) -> None:
     assert is_main_process(env) == is_main
+
+
+@pytest.mark.parametrize(
+    ("env", "spins"),
+    [({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)],
+    ids=["bounded", "given", "by policy"],
+)
+def test_threads_wait_as_the_environment_says_and_else_not_for_long(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], spins: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", env)
+    prepare_process(offline=False)
+    assert env.get("GOMP_SPINCOUNT") == spins

@@ -13,7 +13,7 @@ from tessera_cli.cli import options
 from tessera_cli.cli.loading import load_model, short_name
 from tessera_cli.cli.output import Output
 from tessera_cli.errors import UsageError
-from tessera_cli.settings import Settings
+from tessera_cli.settings import Settings, prepare_process
 
 if TYPE_CHECKING:
     from tessera_cli.serving.api.config import ServerConfig
@@ -127,6 +127,7 @@ def serve(
     keys = tuple(api_key or settings.api_keys)
     if not all(key.strip() for key in keys):
         raise UsageError("an API key is empty", hint="leave --api-key out to need none")
+    prepare_process(offline=offline or settings.offline)
     from tessera_cli.serving.api.config import ServerConfig
     from tessera_cli.serving.api.server import Endpoint
 
