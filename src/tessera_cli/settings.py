@@ -60,8 +60,9 @@ def is_main_process(env: Mapping[str, str] | None = None) -> bool:
         return True
 
 
-# GNU OpenMP's threads wait for each other ten times as long by default before they sleep. Where cores are busy
-# that is most of a step, spent on the cores that the awaited thread needs; where they are free no wait is longer.
+# GNU OpenMP's threads wait for each other ten times as long by default before they sleep. Where cores are
+# busy that is most of a step, spent on the cores that the awaited thread needs; where they are free few waits
+# are longer.
 _SPINS = "30000"
 
 
