@@ -81,8 +81,8 @@ def load_engine(
         device: "auto" is CUDA where there is one.
         block_size: tokens per KV block.
         num_blocks: KV blocks, the null block included; instead of `kv_cache_memory`.
-        kv_cache_memory: bytes of the KV cache; None is what `PoolSizing.blocks_from_free` says. A pool on a CPU
-            that neither this nor `num_blocks` sizes takes memory for ended sequences sparingly: see
+        kv_cache_memory: bytes of the KV cache; None is what `PoolSizing.blocks_from_free` says. A pool on a
+            CPU that neither this nor `num_blocks` sizes takes memory for ended sequences sparingly: see
             `BlockPool`.
         gpu_memory_utilization: share of a GPU's memory for weights and KV cache, where the cache is given
             neither bytes nor blocks.
