@@ -2,6 +2,7 @@
 
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,19 @@ def test_answers_are_each_models_own_greedy_continuation(tiny_model_dir):
     assert comparison.teacher_tokens_per_second > 0
     shallow = compare(teacher, build_student(teacher, [0]), tokenizer, documents, num_samples=2)
     assert [s.student for s in shallow.samples] != [s.student for s in comparison.samples]
+
+
+@torch.no_grad()
+def test_answers_have_room_in_the_model_of_fewer_positions(tiny_model_dir):
+    import numpy as np
+
+    teacher = load_decoder(tiny_model_dir, dtype=torch.float32)
+    student = build_student(teacher, [0])
+    student.config = replace(student.config, max_position_embeddings=8)
+    document = Document(np.arange(3, 9, dtype=np.int32), np.arange(6) >= 4)
+    comparison = compare(teacher, student, Tokenizer.from_dir(tiny_model_dir), [document], num_samples=1)
+    assert comparison.num_speed_prompts == 1
+    assert comparison.student_tokens_per_second > 0
 
 
 def test_the_figures_are_those_of_the_exported_weights_and_the_step_is_told(report):
