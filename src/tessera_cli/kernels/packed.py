@@ -23,8 +23,9 @@ class PackedAttention:
     """Causal attention over packed documents; its `attend` is what `Decoder.forward` takes.
 
     Documents are right-padded to the longest of their group and attended a group at a time. Under a causal
-    mask a token sees only what precedes it, so padding on the right needs no mask. Groups go by powers of
-    two, which bounds the padded work whatever the mix of lengths.
+    mask a token sees only what precedes it, so padding on the right needs no mask. Groups go by quarters of
+    powers of two: no document is padded by more than a quarter, and there are few groups whatever the mix of
+    lengths.
 
     Args:
         cu_seqlens: cumulative lengths of the documents, from 0 to the number of packed tokens.
@@ -50,7 +51,7 @@ class PackedAttention:
         lengths = [end - start for start, end in pairwise(cu_seqlens)]
         by_width: dict[int, list[int]] = {}
         for document, length in enumerate(lengths):
-            by_width.setdefault(length.bit_length(), []).append(document)
+            by_width.setdefault(_rounded_up(length), []).append(document)
 
         first_slot = [0] * len(lengths)
         self._groups: list[_Group] = []
@@ -105,6 +106,12 @@ def attend_per_document(
     _check_cu_seqlens(cu_seqlens)
     spans = [slice(start, end) for start, end in pairwise(cu_seqlens)]
     return torch.cat([_causal(layer, q[None, span], k[None, span], v[None, span])[0] for span in spans])
+
+
+def _rounded_up(length: int) -> int:
+    """The first of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, ... that is no less than `length`."""
+    step = 1 << max(0, (length - 1).bit_length() - 3)
+    return -(-length // step) * step
 
 
 def _check_cu_seqlens(cu_seqlens: Sequence[int]) -> None:

@@ -104,10 +104,10 @@ def test_a_document_has_no_gradient_in_another_one() -> None:
         assert tensor.grad[:6].count_nonzero() == tensor.grad[18:].count_nonzero() == 0
 
 
-def test_padding_at_most_doubles_the_tokens() -> None:
-    lengths = [1000, *range(1, 40), *[64] * 9]
+def test_padding_adds_at_most_a_quarter() -> None:
+    lengths = [1000, *[33] * 20, 63, *[65] * 9, 127, *range(1, 40)]
     cu_seqlens = [sum(lengths[:count]) for count in range(len(lengths) + 1)]
-    assert PackedAttention(cu_seqlens, [_layer()]).num_slots < 2 * cu_seqlens[-1]
+    assert PackedAttention(cu_seqlens, [_layer()]).num_slots <= 1.25 * cu_seqlens[-1]
 
 
 @pytest.mark.parametrize("cu_seqlens", [[], [0], [1, 4], [0, 4, 4], [0, 5, 3]])
