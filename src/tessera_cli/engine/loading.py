@@ -8,7 +8,7 @@ import torch
 
 from tessera_cli.engine.config import EngineConfig, KVCacheDtype, SchedulingPolicy
 from tessera_cli.engine.engine import Engine
-from tessera_cli.engine.memory import device_memory
+from tessera_cli.engine.memory import device_memory, return_freed_memory
 from tessera_cli.engine.sizing import (
     GPU_MEMORY_UTILIZATION,
     PoolSizing,
@@ -173,4 +173,5 @@ def load_served_model(
     model = load_model(path, dtype, device, quantization)
     if isinstance(model, Decoder):
         replace_products(model, partial(build_product, backend))
+    return_freed_memory()  # of weights as they were stored
     return model

@@ -1,5 +1,6 @@
 """How much memory a device has: all of it, and what is free; a container's limit counts as all."""
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,13 @@ def device_memory(device: str) -> DeviceMemory:
         min([machine.total, *(limit.total for limit in limits)]),
         min([machine.available, *(limit.free for limit in limits)]),
     )
+
+
+def return_freed_memory() -> None:
+    """Give the system back what the process has freed and glibc still holds; without glibc do nothing."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 # Files of a memory control group: limit, usage, and the line of memory.stat for the pages of files that are

@@ -13,6 +13,7 @@ from tessera_cli.kernels.backend import COMPILED_BLOCK_SIZES, NULL_BLOCK, Attent
 from tessera_cli.kernels.cpu_library import ACTIVATION_KINDS, KINDS, CpuLibrary, Layer, Step, load_library
 
 HEAD_DIM_MULTIPLE = 8
+_SMALL_PAGES_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +87,9 @@ class CpuAttention:
         self.caches = [_allocate(layer, num_blocks, block_size, kv_cache_dtype) for layer in layers]
         for cache in self.caches:
             for tensor in cache.tensors():
-                self._functions.tessera_advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
+                # The first blocks are in small pages: a huge one for every tensor is 120 MB of 60 tensors.
+                small = min(_SMALL_PAGES_BYTES, tensor.nbytes)
+                self._functions.tessera_advise_huge_pages(tensor.data_ptr() + small, tensor.nbytes - small)
                 tensor[NULL_BLOCK].zero_()
         described = [
             _describe(layer, cache, block_size) for layer, cache in zip(layers, self.caches, strict=True)

@@ -1,5 +1,6 @@
 """How much memory a device is said to have."""
 
+import ctypes
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from tessera_cli.engine import memory
-from tessera_cli.engine.memory import DeviceMemory, device_memory
+from tessera_cli.engine.memory import DeviceMemory, device_memory, return_freed_memory
 
 
 def _group(path: Path, *, limit: str, usage: int, inactive: int, version: int) -> None:
@@ -55,3 +56,14 @@ def test_the_smallest_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_says_itself_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: {"cuda:1": (3, 7)}[device])
     assert device_memory("cuda:1") == DeviceMemory(7, 3)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library is not glibc")
+def test_what_was_freed_goes_back_to_the_system() -> None:
+    pieces = [bytearray(50_000) for _ in range(1000)]
+    held = bytearray(50_000)  # behind them: the heap cannot shrink by itself
+    pieces.clear()
+    before = psutil.Process().memory_info().rss
+    return_freed_memory()
+    assert before - psutil.Process().memory_info().rss > 30_000_000
+    del held
