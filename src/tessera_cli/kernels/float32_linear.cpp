@@ -9,17 +9,21 @@
 namespace tessera {
 namespace {
 
-constexpr int64_t PART = 1024;  // inputs that a panel is read of at a time: it stays cached while a block of tokens passes
+// Inputs that a panel of more than twice as many is read of at a time: it stays cached while a block of tokens passes.
+constexpr int64_t PART = 1024;
 
 // One tile, over `inputs` inputs; where it is not the first part of them, y holds the sums so far.
 template <int R>
 void float32_tile(float* y, int64_t outputs, int columns, bool continues, const float* x, int64_t stride,
                   const float* weights, int64_t inputs, Ahead<4 * COLUMNS> ahead) {
   WideFloats low[R], high[R];
+#pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
     float row[COLUMNS] = {};
-    if (continues) std::copy_n(y + r * outputs, columns, row);
-    low[r] = load_as<WideFloats>(row), high[r] = load_as<WideFloats>(row + WIDE);
+    const float* sums = y + r * outputs;
+    if (!continues) sums = row;
+    else if (columns < COLUMNS) sums = std::copy_n(sums, columns, row) - columns;
+    low[r] = load_as<WideFloats>(sums), high[r] = load_as<WideFloats>(sums + WIDE);
   }
   Rows<R, float> rows(x, stride);
   for (int64_t k = 0; k < inputs; ++k, weights += COLUMNS) {
@@ -33,6 +37,7 @@ void float32_tile(float* y, int64_t outputs, int columns, bool continues, const 
     }
     rows.advance(1);
   }
+#pragma GCC unroll 12
   for (int r = 0; r < R; ++r) store_columns(y + r * outputs, low[r], high[r], columns);
 }
 
@@ -65,11 +70,11 @@ void tessera_float32_pack(float* to, const float* weights, int64_t outputs, int6
 // y [tokens, outputs] = x [tokens, inputs] times the packed weights.
 void tessera_float32_linear(float* y, const float* x, const float* packed, int64_t tokens, int64_t outputs,
                             int64_t inputs, int32_t threads) {
-  const int64_t parts = tokens > TILE_ROWS ? std::max<int64_t>(1, ceil_div(inputs, PART)) : 1;
+  const int64_t parts = tokens > TILE_ROWS && inputs > 2 * PART ? ceil_div(inputs, PART) : 1;
   const int64_t bytes_of_input = COLUMNS * sizeof(float);
+  Product product(tokens, outputs, parts, ceil_div(inputs, parts) * sizeof(float));
 #pragma omp parallel num_threads(threads)
-  deal_tiles(tokens, ceil_div(outputs, COLUMNS), parts, ceil_div(inputs, parts) * sizeof(float),
-             [&](const Tile& tile, int64_t part) {
+  product.deal([&](const Tile& tile, int64_t part) {
     const int64_t first = inputs * part / parts, count = inputs * (part + 1) / parts - first;
     const int64_t column = tile.panel * COLUMNS;
     const int columns = static_cast<int>(std::min<int64_t>(COLUMNS, outputs - column));

@@ -11,6 +11,7 @@ namespace {
 
 typedef int16_t WideShorts __attribute__((vector_size(4 * WIDE)));
 typedef int8_t HalfWideBytes __attribute__((vector_size(2 * WIDE)));
+typedef int32_t Pair __attribute__((may_alias));
 typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
 
 constexpr int GROUP = 4;     // inputs are padded with zeros to a multiple of it
@@ -44,10 +45,33 @@ TESSERA_INLINE WideInts add_pairs(WideInts sum, WideShorts a, WideShorts b) {
 #endif
 }
 
+// low and high += the products of the pair of activations at `pair` and the weights.
+TESSERA_INLINE void add_row(WideInts& low, WideInts& high, const int16_t* pair, WideShorts w0, WideShorts w1) {
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+  // Sixteen registers are enough for six rows in this order; the compiler's own needs more, and stores the sums.
+  // An array whose elements are operands themselves would stay in memory.
+  WideInts x, product, first = low, second = high;
+  asm("vpbroadcastd %4, %2\n\t"
+      "vpmaddwd %5, %2, %3\n\t"
+      "vpmaddwd %6, %2, %2\n\t"
+      "vpaddd %3, %0, %0\n\t"
+      "vpaddd %2, %1, %1"
+      : "+x"(first), "+x"(second), "=&x"(x), "=&x"(product)
+      : "m"(*reinterpret_cast<const Pair*>(pair)), "x"(w0), "x"(w1));
+  low = first, high = second;
+#else
+  const WideShorts both = (WideShorts)(load_as<int32_t>(pair) - WideInts{});
+  low = add_pairs(low, both, w0);
+  high = add_pairs(high, both, w1);
+#endif
+}
+
 // One tile; x rows are `stride` apart. Few rows have two sums each, or an addition would wait for the one before it.
+// Inlined into what calls it, it would not have all registers.
 template <int R>
-void int8_tile(float* y, int64_t outputs, int columns, const int16_t* x, int64_t stride, const float* x_scales,
-               const int8_t* weights, const float* scales, int64_t inputs, Ahead<2 * COLUMNS> ahead) {
+__attribute__((noinline)) void int8_tile(float* y, int64_t outputs, int columns, const int16_t* x, int64_t stride,
+                                         const float* x_scales, const int8_t* weights, const float* scales,
+                                         int64_t inputs, Ahead<2 * COLUMNS> ahead) {
   constexpr int CHAINS = R <= 3 ? 2 : 1;
   WideInts low[CHAINS][R] = {}, high[CHAINS][R] = {};
   Rows<R, int16_t> rows(x, stride);
@@ -57,22 +81,30 @@ void int8_tile(float* y, int64_t outputs, int columns, const int16_t* x, int64_t
       const WideShorts w0 = load_weights(weights), w1 = load_weights(weights + COLUMNS);
       ahead.ask();
 #pragma GCC unroll 12
-      for (int r = 0; r < R; ++r) {
-        const WideShorts pair = (WideShorts)(load_as<int32_t>(rows[r] + 2 * i) - WideInts{});
-        low[i % CHAINS][r] = add_pairs(low[i % CHAINS][r], pair, w0);
-        high[i % CHAINS][r] = add_pairs(high[i % CHAINS][r], pair, w1);
-      }
+      for (int r = 0; r < R; ++r) add_row(low[i % CHAINS][r], high[i % CHAINS][r], rows[r] + 2 * i, w0, w1);
     }
     rows.advance(GROUP);
   }
   float padded[COLUMNS] = {};
-  std::copy_n(scales, columns, padded);
-  const WideFloats low_scales = load_as<WideFloats>(padded), high_scales = load_as<WideFloats>(padded + WIDE);
+  if (columns < COLUMNS) scales = std::copy_n(scales, columns, padded) - columns;
+  const WideFloats low_scales = load_as<WideFloats>(scales), high_scales = load_as<WideFloats>(scales + WIDE);
+#pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
     if (CHAINS == 2) low[0][r] += low[CHAINS - 1][r], high[0][r] += high[CHAINS - 1][r];
     store_columns(y + r * outputs, __builtin_convertvector(low[0][r], WideFloats) * low_scales * x_scales[r],
                   __builtin_convertvector(high[0][r], WideFloats) * high_scales * x_scales[r], columns);
   }
+}
+
+// The low halves of the lanes.
+TESSERA_INLINE Shorts narrow(Ints x) {
+#if defined(__AVX2__)
+  const __m128i* halves = reinterpret_cast<const __m128i*>(&x);
+  const __m128i low = _mm_set1_epi32(0xffff);
+  return (Shorts)_mm_packus_epi32(_mm_and_si128(halves[0], low), _mm_and_si128(halves[1], low));
+#else
+  return __builtin_convertvector(x, Shorts);
+#endif
 }
 
 // One token's int16, and zeros up to `stride`; returns its scale: NaN where an element is not finite.
@@ -93,9 +125,9 @@ float quantise(int16_t* to, const float* from, int64_t count, int64_t stride, fl
   }
   const float scale = std::max(bit_cast<float>(top), NO_SCALE) / largest, inverse = 1.f / scale;
   for (int64_t k = 0; k < whole; k += LANES) {
-    const Floats rounded = (load(from + k) * inverse + 12582912.f) - 12582912.f;  // 1.5 * 2^23
-    const Shorts narrow = __builtin_convertvector(__builtin_convertvector(rounded, Ints), Shorts);
-    std::memcpy(to + k, &narrow, sizeof narrow);
+    // The sum's low half is the integer nearest to the product: 1.5 * 2^23 leaves it 22 bits and a sign.
+    const Shorts low = narrow(bit_cast<Ints>(load(from + k) * inverse + 12582912.f));
+    std::memcpy(to + k, &low, sizeof low);
   }
   for (int64_t k = whole; k < count; ++k) to[k] = static_cast<int16_t>(std::nearbyint(from[k] * inverse));
   std::fill(to + count, to + stride, 0);
@@ -130,12 +162,13 @@ void tessera_int8_linear(float* y, const float* x, const int8_t* packed, const f
   const int64_t padded = ceil_div(inputs, GROUP) * GROUP, stride = padded + GAP;
   float* x_scales = scratch.floats(tokens + ceil_div(tokens * stride, 2));
   int16_t* integers = reinterpret_cast<int16_t*>(x_scales + tokens);
+  Product product(tokens, outputs, 1, stride * sizeof(int16_t));
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < tokens; ++t)
       x_scales[t] = quantise(integers + t * stride, x + t * inputs, inputs, stride, largest);
-    deal_tiles(tokens, ceil_div(outputs, COLUMNS), 1, stride * sizeof(int16_t), [&](const Tile& tile, int64_t) {
+    product.deal([&](const Tile& tile, int64_t) {
       const int64_t column = tile.panel * COLUMNS;
       const int columns = static_cast<int>(std::min<int64_t>(COLUMNS, outputs - column));
       const int8_t* weights = packed + column * padded;

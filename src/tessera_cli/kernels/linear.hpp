@@ -4,6 +4,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <type_traits>
 
 #include "vectors.hpp"
@@ -44,25 +45,58 @@ struct Tile {
   int64_t place, places;  // among the tiles that meet the panel while it is cached
 };
 
-// Calls run(tile, part) for this thread's tiles, an equal run of all. A block of tokens meets each panel in turn, and
-// does so again for each part of the inputs. Tokens are spread evenly over tiles.
-template <class Run>
-void deal_tiles(int64_t tokens, int64_t panels, int64_t parts, int64_t bytes_of_part, const Run& run) {
-  const int64_t tiles = ceil_div(tokens, TILE_ROWS), total = tiles * panels;
-  const int64_t block = std::max<int64_t>(1, BLOCK_BYTES / (TILE_ROWS * std::max<int64_t>(1, bytes_of_part)));
-  const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads(), end = total * (thread + 1) / threads;
-  for (int64_t begin = total * thread / threads; begin < end;) {
-    const int64_t first = begin / (block * panels) * block, places = std::min(block, tiles - first);
-    const int64_t stop = std::min(end, (first + places) * panels);
-    for (int64_t part = 0; part < parts; ++part)
-      for (int64_t i = begin - first * panels; i < stop - first * panels; ++i) {
-        const int64_t place = i % places, token = tokens * (first + place) / tiles;
-        const int64_t rows = tokens * (first + place + 1) / tiles - token;
-        run(Tile{token, static_cast<int>(rows), i / places, place, places}, part);
-      }
-    begin = stop;
+// The tiles of a product that no thread has yet. Who comes takes a share of what is left, so that all end together
+// where one thread is slower or begins later.
+class Tiles {
+ public:
+  explicit Tiles(int64_t count) : count_(count) {}
+
+  // The next tiles [begin, end); false if there are none.
+  bool take(int64_t& begin, int64_t& end) {
+    const int64_t threads = omp_get_num_threads();
+    begin = next_.load(std::memory_order_relaxed);
+    do {
+      if (begin >= count_) return false;
+      const int64_t share = threads == 1 ? count_ : std::max((count_ - begin) / (2 * threads), count_ / (32 * threads));
+      end = std::min(count_, begin + std::max<int64_t>(1, share));
+    } while (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed));
+    return true;
   }
-}
+
+ private:
+  const int64_t count_;
+  std::atomic<int64_t> next_{0};
+};
+
+// Weights times activations, cut into tiles that the threads of a team take.
+class Product {
+ public:
+  Product(int64_t tokens, int64_t outputs, int64_t parts, int64_t bytes_of_part)
+      : tokens_(tokens), rows_(ceil_div(tokens, TILE_ROWS)), panels_(ceil_div(outputs, COLUMNS)), parts_(parts),
+        block_(std::max<int64_t>(1, BLOCK_BYTES / (TILE_ROWS * std::max<int64_t>(1, bytes_of_part)))),
+        tiles_(rows_ * panels_) {}
+
+  // Calls run(tile, part) for tiles that no other thread of the team gets. A block of tokens meets each panel in turn,
+  // and does so again for each part of the inputs. Tokens are spread evenly over tiles.
+  template <class Run> void deal(const Run& run) {
+    for (int64_t begin, end; tiles_.take(begin, end);)
+      while (begin < end) {
+        const int64_t first = begin / (block_ * panels_) * block_, places = std::min(block_, rows_ - first);
+        const int64_t stop = std::min(end, (first + places) * panels_);
+        for (int64_t part = 0; part < parts_; ++part)
+          for (int64_t i = begin - first * panels_; i < stop - first * panels_; ++i) {
+            const int64_t place = i % places, token = tokens_ * (first + place) / rows_;
+            const int64_t rows = tokens_ * (first + place + 1) / rows_ - token;
+            run(Tile{token, static_cast<int>(rows), i / places, place, places}, part);
+          }
+        begin = stop;
+      }
+  }
+
+ private:
+  const int64_t tokens_, rows_, panels_, parts_, block_;
+  Tiles tiles_;
+};
 
 // run(std::integral_constant<int, rows>()) for 1 <= rows <= TILE_ROWS.
 template <int R = TILE_ROWS, class Run> TESSERA_INLINE void with_rows(int rows, const Run& run) {
