@@ -90,7 +90,7 @@ class Step:
             device="cpu",
         )
         tensors = (
-            [tensor for cache in attention.caches for tensor in (cache.keys, cache.values)]
+            [tensor for cache in attention.caches for tensor in cache.tensors()]
             if isinstance(attention, CpuAttention)
             else [cache.elements for cache in (*attention.key_caches, *attention.value_caches)]
         )
@@ -137,9 +137,9 @@ def _plain_read(library: CpuLibrary, step: Step) -> Run:
 
 def bandwidth(seconds: float, library: CpuLibrary) -> None:
     step = Step(64, 2048)
-    halves = [Step(64, 2048, dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.int8)]
-    runs = [step.run(CpuAttention), *(half.run(CpuAttention) for half in halves[:2])]
-    ours, half, brain, read = lowest(seconds, *runs, _plain_read(library, step))
+    goals = {torch.float16: ">= 1.6", torch.bfloat16: "", torch.int8: "", torch.float8_e4m3fn: ""}
+    smaller = [Step(64, 2048, dtype=dtype).run(CpuAttention) for dtype in goals]
+    ours, read, *others = lowest(seconds, step.run(CpuAttention), _plain_read(library, step), *smaller)
     tell(
         "decode 64 x 2048, float32: of a plain read",
         read / ours,
@@ -147,8 +147,8 @@ def bandwidth(seconds: float, library: CpuLibrary) -> None:
         ">= 0.8",
         f"read {step.bytes / read / 1e9:.1f} GB/s",
     )
-    tell("decode 64 x 2048: float16 over float32", ours / half, half, ">= 1.6")
-    tell("decode 64 x 2048: bfloat16 over float32", ours / brain, brain, "")
+    for (dtype, goal), other in zip(goals.items(), others, strict=True):
+        tell(f"decode 64 x 2048: {str(dtype)[6:]} over float32", ours / other, other, goal)
 
 
 def prefill(seconds: float) -> None:

@@ -6,6 +6,7 @@
 // estimated cost; partial sums of a sequence whose keys were split are merged at the end, in order.
 #include <omp.h>
 
+#include <utility>
 #include <vector>
 
 #include "attention_task.hpp"
@@ -43,21 +44,38 @@ void add_task(Plan& plan, const Task& task) {
   plan.cost_before.push_back(plan.cost_before.back() + cost);
 }
 
-void plan_rows(Plan& plan, const Layer& layer, int seq, int kv_head, int first_row, int num_rows, bool split,
-               int context) {
+// The keys that some of `num_rows` rows from `first_row` on see.
+std::pair<int, int> seen_keys(const Layer& layer, int context, int first_row, int num_rows) {
   const int group = layer.num_heads / layer.num_kv_heads;
-  const int end = context + (first_row + num_rows - 1) / group + 1;
   const int first_limit = context + first_row / group + 1;
-  const int begin = layer.window ? std::max(0, first_limit - layer.window) : 0;
-  const int first_split = begin / SPLIT, end_split = (end - 1) / SPLIT + 1;
-  if (!split || end_split - first_split == 1)
-    return add_task(plan, {seq, kv_head, first_row, num_rows, begin, end, -1});
-  plan.merges.push_back({seq, kv_head, num_rows, end_split - first_split, plan.parts_size});
-  for (int index = first_split; index < end_split; ++index) {
-    const int from = std::max(begin, index * SPLIT), to = std::min(end, (index + 1) * SPLIT);
-    add_task(plan, {seq, kv_head, first_row, num_rows, from, to, plan.parts_size});
-    plan.parts_size += part_size(num_rows, layer.head_dim);
+  return {layer.window ? std::max(0, first_limit - layer.window) : 0, context + (first_row + num_rows - 1) / group + 1};
+}
+
+// Keys are split. The heads of a block are neighbours in memory, so they come one after the other, split by split.
+void plan_few_rows(Plan& plan, const Layer& layer, int seq, int num_rows, int context) {
+  const auto [begin, end] = seen_keys(layer, context, 0, num_rows);
+  const int first_split = begin / SPLIT, end_split = (end - 1) / SPLIT + 1, num_parts = end_split - first_split;
+  const int64_t first_part = plan.parts_size, size = part_size(num_rows, layer.head_dim);
+  if (num_parts > 1) {
+    for (int head = 0; head < layer.num_kv_heads; ++head)
+      plan.merges.push_back({seq, head, num_rows, num_parts, first_part + head * num_parts * size});
+    plan.parts_size += layer.num_kv_heads * num_parts * size;
   }
+  for (int index = first_split; index < end_split; ++index)
+    for (int head = 0; head < layer.num_kv_heads; ++head) {
+      const int from = std::max(begin, index * SPLIT), to = std::min(end, (index + 1) * SPLIT);
+      const int64_t part = first_part + (head * num_parts + index - first_split) * size;
+      add_task(plan, {seq, head, 0, num_rows, from, to, num_parts > 1 ? part : -1});
+    }
+}
+
+void plan_many_rows(Plan& plan, const Layer& layer, int seq, int num_rows, int context) {
+  for (int head = 0; head < layer.num_kv_heads; ++head)
+    for (int row = 0; row < num_rows; row += MAX_ROWS) {
+      const int count = std::min(MAX_ROWS, num_rows - row);
+      const auto [begin, end] = seen_keys(layer, context, row, count);
+      add_task(plan, {seq, head, row, count, begin, end, -1});
+    }
 }
 
 void make_plan(Plan& plan, const Layer& layer, const Step& step) {
@@ -69,9 +87,8 @@ void make_plan(Plan& plan, const Layer& layer, const Step& step) {
   for (int seq = 0; seq < step.num_seqs; ++seq) {
     const int num_queries = step.query_start_loc[seq + 1] - step.query_start_loc[seq];
     const int num_rows = num_queries * group, context = step.seq_lens[seq] - num_queries;
-    for (int head = 0; head < layer.num_kv_heads; ++head)
-      for (int row = 0; row < num_rows; row += MAX_ROWS)
-        plan_rows(plan, layer, seq, head, row, std::min(MAX_ROWS, num_rows - row), num_rows <= MAX_ROWS, context);
+    if (num_rows > MAX_ROWS) plan_many_rows(plan, layer, seq, num_rows, context);
+    else if (num_rows > 0) plan_few_rows(plan, layer, seq, num_rows, context);
   }
 }
 
