@@ -135,11 +135,20 @@ def _plain_read(library: CpuLibrary, step: Step) -> Run:
     return lambda index: flat[index % len(flat)].sum()
 
 
+def _read_blocks(library: CpuLibrary, step: Step) -> Run:
+    """The same bytes by pieces of a block and head, scattered as a pool's are, by torch's embedding_bag."""
+    pieces = [_flat(library, step.bytes).view(-1, _BLOCK_SIZE * 64) for _ in range(step.num_layers)]
+    order = torch.randperm(len(pieces[0]))
+    bags = torch.arange(0, len(order), 64)
+    return lambda index: F.embedding_bag(order, pieces[index % len(pieces)], bags, mode="sum")
+
+
 def bandwidth(seconds: float, library: CpuLibrary) -> None:
     step = Step(64, 2048)
     goals = {torch.float16: ">= 1.6", torch.bfloat16: "", torch.int8: "", torch.float8_e4m3fn: ""}
     smaller = [Step(64, 2048, dtype=dtype).run(CpuAttention) for dtype in goals]
-    ours, read, *others = lowest(seconds, step.run(CpuAttention), _plain_read(library, step), *smaller)
+    reads = _plain_read(library, step), _read_blocks(library, step)
+    ours, read, scattered, *others = lowest(seconds, step.run(CpuAttention), *reads, *smaller)
     tell(
         "decode 64 x 2048, float32: of a plain read",
         read / ours,
@@ -147,6 +156,7 @@ def bandwidth(seconds: float, library: CpuLibrary) -> None:
         ">= 0.8",
         f"read {step.bytes / read / 1e9:.1f} GB/s",
     )
+    tell("decode 64 x 2048, float32: of a read of scattered blocks", scattered / ours, ours)
     for (dtype, goal), other in zip(goals.items(), others, strict=True):
         tell(f"decode 64 x 2048: {str(dtype)[6:]} over float32", ours / other, other, goal)
 
