@@ -5,7 +5,7 @@ python benchmarks/distill_step.py [--recipe recipes/smollm2-half.yaml] [--steps 
 The same student takes the same steps from the teacher and from a cache of each kind, in turn, and products of
 matrices are timed between them, so that all meet the same machine. A step's efficiency is the floating-point
 operations that it needs (`forward_flops`, three times for the student) over its time and the rate of those
-products. Figures are medians over the steps after a first one.
+products, of 1024 x 1024 matrices, which is told. Figures are medians over the steps after a first one.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def main() -> None:
         )
         steps: dict[str, list[TrainStep]] = {name: [] for name in sides}
         efficiency: dict[str, list[float]] = {name: [] for name in sides}
-        num_tokens = 0
+        num_tokens, all_rates = 0, []
         for step in inputs.steps.steps():
             batches = [build_batch(inputs.train.documents[i] for row in b for i in row) for b in step]
             num_tokens += sum(len(batch.input_ids) for batch in batches)
@@ -100,8 +100,10 @@ def main() -> None:
                     steps[name].append(figures)
                     rates.append(_product_rate())
                     efficiency[name].append(flops / figures.step_seconds / statistics.mean(rates))
+                    all_rates += rates
     print(
-        f"{len(student.layers)} of {len(teacher.layers)} layers, {num_tokens:,} tokens, {options.steps} steps"
+        f"{len(student.layers)} of {len(teacher.layers)} layers, {num_tokens:,} tokens, "
+        f"{options.steps} steps, products at {statistics.median(all_rates) / 1e9:,.0f} GFLOP/s"
     )
     parts = ("step_seconds", "teacher_seconds", "student_seconds", "loss_seconds")
     print(f"{'':15}  {'ms: step':>9}  teacher  student     loss   tok/s   gain  efficiency")

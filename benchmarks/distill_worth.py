@@ -1,11 +1,11 @@
 """What distillation is worth: the same student trained on the same tokens in three ways, in one run.
 
-python benchmarks/distill_worth.py [--tokens 40000] [--recipe FILE] [-o DIRECTORY] [KEY=VALUE ...]
+python -m benchmarks.distill_worth [--tokens 40000] [--recipe FILE] [-o DIRECTORY] [KEY=VALUE ...]
 
 Half of the teacher's layers, evenly spread, learn from the teacher's distribution (KD) and from the documents
 alone (CE); a student of the same shape with random weights learns from the teacher as the first does. Writes
-results.md with the table, and worth.svg with the curves, into the directory of -o. The default takes about a
-quarter of an hour on two quiet cores.
+the table into its section of results.md, and worth.svg with the curves, into the directory of -o. The default
+takes about a quarter of an hour on two quiet cores.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import torch
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from benchmarks.results_page import write_section
 from tessera_cli import __version__
 from tessera_cli.distill.events import Evaluated, Event, StageStarted, TrainStep
 from tessera_cli.distill.pipeline import run_recipe
@@ -69,7 +70,7 @@ def main() -> None:
     options.output_dir.mkdir(parents=True, exist_ok=True)
     (options.output_dir / "worth.svg").write_text(draw(outcomes), encoding="utf-8")
     page = tell(outcomes, options, name, teacher)
-    (options.output_dir / "results.md").write_text(page, encoding="utf-8")
+    write_section(options.output_dir / "results.md", "What distillation is worth", page)
     print(page)
 
 
@@ -144,15 +145,13 @@ def draw(outcomes: Sequence[Outcome]) -> str:
 
 
 def tell(outcomes: Sequence[Outcome], options: argparse.Namespace, name: str, teacher: ModelConfig) -> str:
-    """The page."""
+    """The section."""
     last, depth = outcomes[0].evaluations[-1], teacher.num_hidden_layers
     header = ("student", "KL before", "KL", "perplexity", "top-1", "top-5", "acceptance", "training")
     rows = [header, ("---",) * len(header), *map(row, outcomes)]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
-    words = ["python benchmarks/distill_worth.py", f"--tokens {options.tokens}", *options.overrides]
-    return f"""# What distillation is worth
-
-The same student, {depth // 2} of the {depth} layers of `{name}`,
+    words = ["python -m benchmarks.distill_worth", f"--tokens {options.tokens}", *options.overrides]
+    return f"""The same student, {depth // 2} of the {depth} layers of `{name}`,
 on the same {outcomes[0].tokens[-1]:,} tokens in the same order, in three ways: KD learns the teacher's
 distribution, CE the documents alone. Measured on {last.num_tokens:,} held-out tokens that the teacher wrote;
 its own perplexity there is {last.teacher_perplexity:.2f}.
@@ -162,7 +161,7 @@ its own perplexity there is {last.teacher_perplexity:.2f}.
 ![held-out KL over tokens](worth.svg)
 
 Tessera {__version__}, torch {torch.__version__}, {platform.machine()}, {torch.get_num_threads()} threads, \
-{datetime.now(UTC):%Y-%m-%d}. This page is what the command prints:
+{datetime.now(UTC):%Y-%m-%d}. This section is what the command writes:
 
 ```bash
 {" ".join(words)}
