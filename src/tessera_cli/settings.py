@@ -129,6 +129,6 @@ def relevant_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
 # Where launchers, MPI's among them, tell how many processes there are, by accelerate's own list.
 _PROCESS_COUNTS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
-_PREFIXES = ("TESSERA_", "HF_", "CUDA_", "TORCH_", "OMP_", "MKL_")
+_PREFIXES = ("TESSERA_", "HF_", "CUDA_", "TORCH_", "OMP_", "GOMP_", "MKL_")
 _OTHERS = ("TOKENIZERS_PARALLELISM", "XDG_CACHE_HOME", "NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS", "CI")
 _SECRETS = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")

@@ -11,6 +11,7 @@ def test_the_report_masks_secrets_and_is_the_same_in_both_forms(
     monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
     monkeypatch.setenv("TESSERA_API_KEY", "verysecret")
     monkeypatch.setenv("TESSERA_HOME", "/some/where")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "77")
     assert run(["env", "--json"]) == 0
     written = capsys.readouterr().out
     facts = json.loads(written)
@@ -18,6 +19,7 @@ def test_the_report_masks_secrets_and_is_the_same_in_both_forms(
     page = capsys.readouterr().out
     assert "verysecret" not in written + page
     assert facts["variables"]["HF_TOKEN"] == facts["variables"]["TESSERA_API_KEY"] == "***"
+    assert facts["variables"]["GOMP_SPINCOUNT"] == "77"
     assert facts["files"]["cache"] == "/some/where"
     for section, values in facts.items():
         assert f"{section}:\n" in page

@@ -113,6 +113,27 @@ def test_a_measured_machine_brings_its_engine(tessera, tmp_path: Path):
     assert (figures["engine"]["num_blocks"], figures["engine"]["max_num_seqs"]) == (200, 7)
 
 
+@pytest.mark.parametrize(
+    ("options", "num_kept"),
+    [
+        ([], 32),
+        (["--max-num-seqs", "7"], 32),
+        (["--max-model-len", "256"], 16),
+        (["--block-size", "32"], 16),
+        (["--num-blocks", "200"], None),
+    ],
+)
+def test_a_measured_engine_is_as_sparing_as_one_that_is_loaded_with_these_options(
+    tessera, tmp_path: Path, options: list[str], num_kept: int | None
+):
+    figures = json.loads(tessera(*COSTS, "--concurrency", "2", "--output-len", "20", "--json")[1])
+    measured = figures["load"] | figures["engine"] | {"num_kept_blocks": 32}
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps(figures | {"max_concurrency": 2, "config": measured}))
+    asked = ["--calibration", str(file), "--concurrency", "2", "--output-len", "20", "--json"]
+    assert json.loads(tessera(*asked, *options)[1])["engine"]["num_kept_blocks"] == num_kept
+
+
 def test_a_machine_that_its_own_runs_contradict_is_warned_of(tessera, tmp_path: Path):
     runs = []
     for concurrency in (1, 2, 4, 8):

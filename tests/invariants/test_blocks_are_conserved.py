@@ -38,6 +38,7 @@ class Books(RuleBasedStateMachine):
         budget=st.sampled_from([30, 5, 2, 1, None]),
         policy=st.sampled_from(["fcfs", "priority"]),
         caches=st.booleans(),
+        num_kept=st.sampled_from([None, 0, 2]),
     )
     def start(
         self,
@@ -48,6 +49,7 @@ class Books(RuleBasedStateMachine):
         budget: int | None,
         policy: str,
         caches: bool,
+        num_kept: int | None,
     ) -> None:
         self.scheduler = make_scheduler(
             num_blocks=1 + -(-max_model_len // block_size) + extra,
@@ -58,6 +60,7 @@ class Books(RuleBasedStateMachine):
             enable_chunked_prefill=budget is not None,
             scheduling_policy=policy,
             enable_prefix_caching=caches,
+            num_kept_blocks=num_kept,
         )
         self.model = FakeModel(block_size)
         self.sequences: list[Sequence] = []

@@ -108,6 +108,10 @@ def _calibrated(context: typer.Context, path: Path, output: Output) -> Machine:
         for name in (*_POLICIES, "num_blocks", "block_size", "max_model_len")
         if not options.is_default(context, name)
     }
+    config = replace(fitted.config, **changes)
+    if config.num_kept_blocks is not None:  # as `load_engine` sets it
+        kept = None if "num_blocks" in changes else config.blocks_for(config.max_model_len)
+        config = replace(config, num_kept_blocks=kept)
     cost = fitted.cost
     if fitted.worst_error > _POOR_FIT:
         output.warning(
@@ -119,7 +123,7 @@ def _calibrated(context: typer.Context, path: Path, output: Output) -> Machine:
         f" {fitted.num_runs} runs by at most {fitted.worst_error:.0%}"
     )
     fields = {"cost": asdict(cost), "calibration": str(path), "worst_error": fitted.worst_error}
-    return Machine(name, cost, replace(fitted.config, **changes), fields, fitted.extent)
+    return Machine(name, cost, config, fields, fitted.extent)
 
 
 def _on_gpu(context: typer.Context, gpu: Gpu, settings: Settings, output: Output) -> Machine:

@@ -147,10 +147,13 @@ class BlockPool:
                     self._free_blocks.append(block)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all that is published; the cached blocks are plainly free."""
+        """Forget all that is published, and what was of use: as in a new pool that holds what is held now."""
         self._prefix_cache.clear()
-        self._free_blocks += self._cached_blocks
+        self._free_blocks = sorted([*self._free_blocks, *self._cached_blocks], reverse=True)
         self._cached_blocks.clear()
+        self.num_used_ever = 1 + max(
+            (block for block, count in enumerate(self._ref_counts) if count), default=NULL_BLOCK
+        )
 
     def check_invariants(self, tables: Iterable[list[int]]) -> None:
         """Check that `tables`, which are all block tables there are, account for every block.
@@ -176,3 +179,5 @@ class BlockPool:
                 raise AssertionError(f"block {block} is cached and the prefix cache does not know it")
             if is_findable and (block == NULL_BLOCK or free[block]):
                 raise AssertionError(f"block {block} is in the prefix cache and holds nothing")
+            if block >= self.num_used_ever and not free[block]:
+                raise AssertionError(f"block {block} is in use and counts as never used")

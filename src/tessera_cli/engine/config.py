@@ -53,7 +53,9 @@ class EngineConfig:
             value = getattr(self, name)
             require(name, repr(value), value in get_args(choices), f"one of {', '.join(get_args(choices))}")
         kept = self.num_kept_blocks
-        require("num_kept_blocks", repr(kept), kept is None or kept >= 0, "at least 0, or None")
+        is_number = isinstance(kept, int) and not isinstance(kept, bool)
+        is_valid = kept is None or (is_number and kept >= 0)
+        require("num_kept_blocks", repr(kept), is_valid, "a whole number, at least 0, or None")
         needed = self.blocks_for(self.max_model_len)
         if self.num_usable_blocks < needed:
             raise CapacityError(

@@ -77,7 +77,8 @@ class ModelRunner:
         except RuntimeError as error:
             raise RunError(
                 f"the CUDA graphs of decode steps cannot be captured: {str(error).splitlines()[0]}",
-                hint="lower gpu_memory_utilization where memory is short, or set enforce_eager",
+                hint="where memory is short, give the KV cache less: lower kv_cache_memory or num_blocks, or"
+                " gpu_memory_utilization where neither is given; or set enforce_eager",
             ) from error
 
     @torch.inference_mode()

@@ -62,7 +62,7 @@ class PrefixCache:
     Attributes:
         num_queries: tokens that were looked for.
         num_hits: tokens of these that were found.
-        num_missed: blocks that were looked for after they had been evicted.
+        num_missed: blocks that were looked for after they had been evicted, since all was forgotten.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -144,12 +144,14 @@ class PrefixCache:
         """
         digest = self._by_block[block].digest
         self.forget(block)
+        self._evicted.pop(digest, None)  # it may have been computed again without being looked for
         self._evicted[digest] = None
         if len(self._evicted) > num_remembered:
             del self._evicted[next(iter(self._evicted))]
 
     def clear(self) -> None:
         """Forget every block."""
+        self.num_missed = 0
         self._evicted.clear()
         self._by_digest.clear()
         self._by_block.clear()

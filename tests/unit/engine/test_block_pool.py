@@ -1,5 +1,7 @@
 """Every block is null, free, cached or referenced, and the pool fails hard when someone miscounts."""
 
+from collections.abc import Iterable
+
 import pytest
 
 from tessera_cli.engine.block_pool import BlockPool, DoubleFree
@@ -87,12 +89,14 @@ def test_unpublished_blocks_are_handed_out_first_and_then_the_cached_ones_that_w
     assert [pool.allocate(1) for _ in range(5)] == [private, [old[1]], [old[0]], [new[1]], [new[0]]]
 
 
-def run_one(pool: BlockPool, first_token: int, num_blocks: int = 2) -> Sequence:
+def run_one(
+    pool: BlockPool, first_token: int, num_blocks: int = 2, *, tables: Iterable[list[int]] = ()
+) -> Sequence:
     """What a sequence of its own text does: it computes, publishes and ends; returned with a token more."""
     blocks = pool.allocate(num_blocks)
     sequence = publish(pool, blocks, first_token=first_token)
     pool.free(reversed(blocks))
-    pool.check_invariants([])
+    pool.check_invariants(tables)
     sequence.token_ids.append(99)
     return sequence
 
@@ -146,6 +150,41 @@ def test_no_more_evictions_are_remembered_than_the_pool_has_blocks() -> None:
     pool.reset_prefix_cache()
     find(pool, sequences[-2])
     assert pool._prefix_cache.num_missed == 0
+
+
+def test_what_is_evicted_again_is_remembered_as_evicted_last() -> None:
+    pool = make_pool(5, num_kept=0)
+    first = run_one(pool, 0)
+    run_one(pool, 100)
+    run_one(pool, 0)  # again, without being looked for
+    run_one(pool, 200)
+    run_one(pool, 300)
+    run_one(pool, 400)
+    assert find(pool, first) == []
+    assert pool._prefix_cache.num_missed == 1  # its beginning; 200 and 300 are the other four
+
+
+@pytest.mark.parametrize("num_held", [0, 3])
+def test_after_a_reset_a_pool_keeps_what_a_new_one_keeps(num_held: int) -> None:
+    def hits(pool: BlockPool) -> list[int]:
+        """Of each text in turn, the blocks that are found of it before it runs again."""
+        found = []
+        for first_token in (0, 100, 200, 0, 100, 300, 200, 100, 0, 200):
+            text = Sequence("a", [*range(first_token, first_token + 4), 99], SamplingParams())
+            found.append(len(find(pool, text)))
+            run_one(pool, first_token, tables=[held])
+        return found
+
+    pool = make_pool(50, num_kept=3)
+    held = pool.allocate(num_held)
+    expected, num_used = hits(pool), pool.num_used_ever
+    assert sum(expected) > 0
+    assert hits(pool) != expected
+    for _ in range(2):
+        pool.reset_prefix_cache()
+        pool.check_invariants([held])
+        assert hits(pool) == expected
+        assert pool.num_used_ever == num_used
 
 
 def test_what_is_evicted_is_forgotten() -> None:
@@ -221,3 +260,11 @@ def test_the_check_notices_a_block_in_two_states() -> None:
     publish(pool, [3])
     with pytest.raises(AssertionError, match="holds nothing"):
         pool.check_invariants([])
+
+
+def test_the_check_notices_a_used_block_that_counts_as_never_used() -> None:
+    pool = make_pool(5)
+    held = pool.allocate(2)
+    pool.num_used_ever = 2
+    with pytest.raises(AssertionError, match="block 2 is in use and counts as never used"):
+        pool.check_invariants([held])

@@ -37,6 +37,14 @@ def test_sizes_that_are_no_whole_number_above_zero_are_refused_by_name(name: str
         EngineConfig(**sizes)
 
 
+@pytest.mark.parametrize("value", [-1, 2.0, "2", True])
+def test_what_is_kept_is_a_count_or_all(value: Any) -> None:
+    with pytest.raises(UsageError, match=f"num_kept_blocks={value!r}"):
+        EngineConfig(num_blocks=5, max_model_len=64, num_kept_blocks=value)
+    for kept in (0, None):
+        assert EngineConfig(num_blocks=5, max_model_len=64, num_kept_blocks=kept).num_kept_blocks == kept
+
+
 def test_without_chunks_a_whole_prompt_must_fit_into_a_step() -> None:
     config = EngineConfig(
         num_blocks=5, max_model_len=64, max_num_batched_tokens=64, enable_chunked_prefill=False
