@@ -11,7 +11,7 @@ report.md       what came out, with curve.png
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -32,8 +32,9 @@ from tessera_cli.distill.runs.metrics_file import (
 )
 from tessera_cli.distill.runs.run_status import RunStatus, read_run
 from tessera_cli.errors import RunError, UsageError
-from tessera_cli.recipe.loader import LoadedRecipe, dump_recipe, load_recipe
+from tessera_cli.recipe.loader import LoadedRecipe, dump_recipe
 from tessera_cli.recipe.schema import Recipe
+
 
 class RunDirectory:
     """The directory of a run by this process; every file in it is replaced as a whole or only grows.
