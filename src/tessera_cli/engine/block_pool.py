@@ -29,8 +29,11 @@ class BlockPool:
         num_blocks: the null block among them.
         prefix_cache: finds the published ones.
         num_kept: as told above; None is all.
-        num_used: so many blocks, the null block among them, have been handed out before.
         tables: block tables that hold blocks at first.
+
+    Attributes:
+        num_used_ever: blocks from this number on count as never used: nobody has held them since the pool was
+            made or reset.
 
     Raises:
         CapacityError: fewer than two blocks, so nothing to hand out.
@@ -42,7 +45,6 @@ class BlockPool:
         prefix_cache: PrefixCache,
         *,
         num_kept: int | None = None,
-        num_used: int = 1,
         tables: Iterable[list[int]] = (),
     ) -> None:
         if num_blocks < 2:
@@ -50,7 +52,6 @@ class BlockPool:
                 f"a pool of {num_blocks} blocks has none to hand out", hint="use at least 2 blocks"
             )
         self.num_blocks = num_blocks
-        self.num_used_ever = num_used
         self._prefix_cache = prefix_cache
         self._num_kept = num_blocks if num_kept is None else num_kept
         self._ref_counts = [0] * num_blocks
@@ -62,6 +63,7 @@ class BlockPool:
             block for block in range(num_blocks - 1, NULL_BLOCK, -1) if self._ref_counts[block] == 0
         ]
         self._cached_blocks: OrderedDict[int, None] = OrderedDict()
+        self.num_used_ever = self._end_of_held()
 
     @property
     def num_free_blocks(self) -> int:
@@ -151,9 +153,11 @@ class BlockPool:
         self._prefix_cache.clear()
         self._free_blocks = sorted([*self._free_blocks, *self._cached_blocks], reverse=True)
         self._cached_blocks.clear()
-        self.num_used_ever = 1 + max(
-            (block for block, count in enumerate(self._ref_counts) if count), default=NULL_BLOCK
-        )
+        self.num_used_ever = self._end_of_held()
+
+    def _end_of_held(self) -> int:
+        """The number after that of the last block with references."""
+        return 1 + max((block for block, count in enumerate(self._ref_counts) if count), default=NULL_BLOCK)
 
     def check_invariants(self, tables: Iterable[list[int]]) -> None:
         """Check that `tables`, which are all block tables there are, account for every block.

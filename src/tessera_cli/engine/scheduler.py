@@ -171,10 +171,7 @@ class Scheduler:
 
     def rollback(self) -> None:
         """Undo a step that failed, or any other call that was interrupted; `undo_step` says how."""
-        num_used = self.block_pool.num_used_ever
-        self.block_pool = undo_step(
-            self._step, self.config, self.queues, self.prefix_cache, num_used=num_used
-        )
+        self.block_pool = undo_step(self._step, self.config, self.queues, self.prefix_cache)
         self._step = None
 
     def check_invariants(self) -> None:

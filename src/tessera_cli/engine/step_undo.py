@@ -13,7 +13,7 @@ from tessera_cli.engine.step_plan import Step, restart, withdraw
 
 
 def undo_step(
-    step: Step | None, config: EngineConfig, queues: Queues, prefix_cache: PrefixCache, *, num_used: int
+    step: Step | None, config: EngineConfig, queues: Queues, prefix_cache: PrefixCache
 ) -> BlockPool:
     """Put sequences and queues where they were before `step`; the pool that goes with them.
 
@@ -22,7 +22,6 @@ def undo_step(
     step has preempted, because it may have written into the blocks that it took, or one with a block whose
     copy may be missing. That one and all behind it wait and hold none. What the step wrote into blocks that
     stay with their owner is at positions not yet computed. Where it was decided already who ends, they end.
-    `num_used` is the old pool's `num_used_ever`.
     """
     if step is not None and step.is_decided:
         for sequence, reason in step.ended:
@@ -44,7 +43,6 @@ def undo_step(
         config.num_blocks,
         prefix_cache,
         num_kept=config.num_kept_blocks,
-        num_used=num_used,
         tables=[sequence.block_table for sequence in queues.running],
     )
 
