@@ -167,7 +167,8 @@ def _on_policy_steps(inputs: RunInputs) -> int:
     section = inputs.recipe.data.on_policy
     if section is None:
         return 0
-    return count_on_policy_steps(inputs.steps.num_steps, section, inputs.recipe.seed)
+    steps, seed = inputs.steps, inputs.recipe.seed
+    return count_on_policy_steps(steps.num_steps, section, seed, estimate=steps.is_estimate)
 
 
 def _projection_parameters(recipe: Recipe, teacher: ModelConfig, student: ModelConfig) -> int:

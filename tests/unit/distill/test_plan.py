@@ -96,8 +96,15 @@ def test_a_cache_costs_what_the_plan_says(recipe_file, cache):
     for figures, expected in ((train, told.train_bytes), (held_out, told.eval_bytes)):
         rest = 64 * figures.num_documents + 1024 * figures.num_shards
         assert figures.file_bytes <= expected + rest
+    assert held_out.file_bytes >= told.eval_bytes
     if told.kind != "sample":
         assert train.file_bytes >= told.train_bytes
+
+
+def test_a_held_out_document_of_more_tokens_than_are_asked_for_counts_whole(recipe_file, tiny_model_dir):
+    cached = ("teacher.cache={kind: hidden}", "data.train_on=all")
+    (one,) = {plan(recipe_file, *cached, f"eval.max_tokens={most}").cache.eval_bytes for most in (1, 2)}
+    assert one > 2 * 4 * ModelConfig.from_dir(tiny_model_dir).hidden_size
 
 
 def test_a_cache_leaves_the_teachers_layers_out(recipe_file, tiny_model_dir):
@@ -111,8 +118,10 @@ def test_a_cache_leaves_the_teachers_layers_out(recipe_file, tiny_model_dir):
     assert online.gflop_per_token - topk.gflop_per_token == pytest.approx(online.teacher.gflop_per_token)
     layers = teacher.num_hidden_layers * teacher.num_layer_parameters
     assert online.memory.teacher - hidden.memory.teacher == 4 * layers
-    # Each document passes through the teacher once, however many epochs there are.
-    assert hidden.cache.gflop < online.teacher.gflop_per_token * online.num_tokens / 2
+    # Each document passes through the teacher once, however many epochs there are; of `hidden` not its head.
+    assert topk.cache.gflop < online.teacher.gflop_per_token * online.num_tokens / 2
+    once = topk.cache.gflop / online.teacher.gflop_per_token
+    assert topk.cache.gflop - hidden.cache.gflop == pytest.approx(once * head)
 
 
 def test_sizes_and_work_are_those_of_the_models(recipe_file, tiny_model_dir):

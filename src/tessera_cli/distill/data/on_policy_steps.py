@@ -14,9 +14,9 @@ def is_on_policy(step: int, section: OnPolicySection, seed: int) -> bool:
     return bool(np.random.default_rng([seed, section.seed, step]).random() < section.fraction)
 
 
-def count_on_policy_steps(num_steps: int, section: OnPolicySection, seed: int) -> int:
-    """How many of a run's steps train on the student's answers; of a great many, about how many."""
-    counted = min(num_steps, _MOST_COUNTED)
+def count_on_policy_steps(num_steps: int, section: OnPolicySection, seed: int, *, estimate: bool) -> int:
+    """How many of a run's steps train on the student's answers; as an `estimate` of a great many, about."""
+    counted = min(num_steps, _MOST_COUNTED) if estimate else num_steps
     found = sum(is_on_policy(step, section, seed) for step in range(1, counted + 1))
     return round(found * num_steps / counted)
 

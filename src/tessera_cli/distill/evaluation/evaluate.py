@@ -3,13 +3,13 @@
 import math
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from tessera_cli.distill.data.corpus import Document, TrainBatch, build_batch
 from tessera_cli.distill.data.packing import pack_rows
+from tessera_cli.distill.evaluation.held_out import measured_documents
 from tessera_cli.distill.events import Evaluated
 from tessera_cli.distill.losses.dense import forward_kl
 from tessera_cli.distill.students.student import forward_batch
@@ -20,21 +20,12 @@ from tessera_cli.models.decoder import Decoder
 def held_out_batches(
     documents: Sequence[Document], *, max_targets: int, max_seq_len: int, rows_per_batch: int
 ) -> list[TrainBatch]:
-    """The documents that every evaluation sees: whole ones of up to `max_targets` targets, at least one.
-
-    Their order is shuffled, always in the same way: a file sorted by topic is not cut to its first topic.
-    """
-    chosen: list[int] = []
-    num_targets = 0
-    for index in np.random.default_rng(0).permutation(len(documents)).tolist():
-        num_targets += documents[index].num_supervised_tokens
-        if chosen and num_targets > max_targets:
-            break
-        chosen.append(index)
-    lengths = [len(document.token_ids) for document in documents]
-    rows = list(pack_rows(chosen, lengths, max_seq_len=max_seq_len, packing=True))
+    """The documents that every evaluation sees, see `measured_documents`, in packed rows."""
+    chosen = measured_documents(documents, max_targets=max_targets)
+    lengths = [len(document.token_ids) for document in chosen]
+    rows = list(pack_rows(range(len(chosen)), lengths, max_seq_len=max_seq_len, packing=True))
     return [
-        build_batch(documents[index] for row in rows[start : start + rows_per_batch] for index in row)
+        build_batch(chosen[index] for row in rows[start : start + rows_per_batch] for index in row)
         for start in range(0, len(rows), rows_per_batch)
     ]
 
