@@ -182,6 +182,57 @@ def test_a_student_with_adapters_answers_as_it_would_merged_and_keeps_its_frozen
         assert {place: log.read()[place] for place in answers} == answers
 
 
+def test_whatever_ends_the_merging_of_adapters_leaves_frozen_weights_as_they_were(
+    recipe_file, student, tmp_path, monkeypatch
+):
+    layer = pytest.importorskip("peft.tuners.lora.layer")
+    add_adapters(student, LoraSection(), seed=0)
+    merge, merged = layer.Linear.merge, []
+
+    def stopped_at_the_third(module, **how) -> None:
+        merge(module, **how)
+        merged.append(module)
+        if len(merged) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(layer.Linear, "merge", stopped_at_the_third)
+    before = copy_weights(student)
+    with torch.no_grad():
+        for name, parameter in student.named_parameters():
+            if "lora_B" in name:
+                before[name] = parameter.fill_(0.5).clone()
+    inputs = inputs_of(recipe_file, "data.on_policy.fraction=1")
+    with pytest.raises(KeyboardInterrupt):
+        next(documents_of(inputs, student, tmp_path / "log").steps(0))
+    assert_same_bits(copy_weights(student), before)
+    assert not any(module.merged for module in merged)
+
+
+def test_adapters_that_have_diverged_are_told(run):
+    pytest.importorskip("peft")
+    with pytest.raises(RunError, match="adapters have diverged") as error:
+        run("diverged", "train.lora.r=2", "data.on_policy.fraction=1", "train.learning_rate=1e30")
+    assert error.value.hint == "lower train.learning_rate and start a new run"
+
+
+def test_where_no_answer_is_due_nothing_is_merged(recipe_file, student, tmp_path, monkeypatch):
+    layer = pytest.importorskip("peft.tuners.lora.layer")
+    add_adapters(student, LoraSection(), seed=0)
+    merges: list[int] = []
+    merge = layer.Linear.merge
+    monkeypatch.setattr(layer.Linear, "merge", lambda module, **how: (merges.append(1), merge(module, **how)))
+    inputs = inputs_of(recipe_file)
+    told = documents_of(inputs, student, tmp_path / "log").steps(0)
+    is_merged = []
+    for _ in range(NUM_STEPS):
+        next(told)
+        is_merged.append(bool(merges))
+        merges.clear()
+    section, seed = section_of(inputs), inputs.recipe.seed
+    assert is_merged == [is_on_policy(step, section, seed) for step in range(1, NUM_STEPS + 1)]
+    assert set(is_merged) == {False, True}
+
+
 def test_adapters_that_are_trained_on_policy_resume_to_the_same_bits(run):
     pytest.importorskip("peft")
 
@@ -223,9 +274,13 @@ def test_a_conversation_that_ends_before_an_answer_is_left_out_as_ever(recipe_fi
     assert inputs_of(recipe_file, f"data.train=[{sources}]").train.intake.num_unsupervised == 1
 
 
-def test_the_share_of_on_policy_steps_is_the_fraction():
+def test_the_share_of_on_policy_steps_is_the_fraction(monkeypatch):
     section = OnPolicySection(fraction=0.3)
-    assert count_on_policy_steps(4000, section, 7) / 4000 == pytest.approx(0.3, abs=0.03)
+    found = sum(is_on_policy(step, section, 7) for step in range(1, 4001))
+    assert found / 4000 == pytest.approx(0.3, abs=0.03)
+    monkeypatch.setattr("tessera_cli.distill.data.on_policy_steps._MOST_COUNTED", 1000)
+    assert count_on_policy_steps(4000, section, 7, estimate=False) == found
+    assert count_on_policy_steps(4000, section, 7, estimate=True) == pytest.approx(found, rel=0.1)
     everything = OnPolicySection(fraction=1.0)
     assert all(is_on_policy(step, everything, 7) for step in range(1, 100))
 

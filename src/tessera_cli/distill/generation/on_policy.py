@@ -99,6 +99,8 @@ class OnPolicyDocuments:
 
     def _answer(self, due: dict[Place, list[int]]) -> dict[Place, LoggedAnswer]:
         """Let the student answer, and log it."""
+        if not due:  # in no process, so none waits for another
+            return {}
         started = time.perf_counter()
         requests = [AnswerRequest(place, prompt, self._seed(*place)) for place, prompt in due.items()]
         shares = self._processes.gather(self._drawn(self._processes.share(requests)))
@@ -107,18 +109,17 @@ class OnPolicyDocuments:
                 raise share
         drawn = [answer for share in shares if not isinstance(share, RunError) for answer in share]
         answers = sorted(drawn, key=lambda answer: (answer.step, answer.place))
-        if answers:
-            if self._processes.is_main:
-                self._log.append(answers)
-            self._listener(
-                StudentAnswers(
-                    step=answers[0].step,
-                    num_answers=len(answers),
-                    num_tokens=sum(len(answer.token_ids) for answer in answers),
-                    num_cut=sum(answer.finish_reason == "length" for answer in answers),
-                    seconds=time.perf_counter() - started,
-                )
+        if self._processes.is_main:
+            self._log.append(answers)
+        self._listener(
+            StudentAnswers(
+                step=answers[0].step,
+                num_answers=len(answers),
+                num_tokens=sum(len(answer.token_ids) for answer in answers),
+                num_cut=sum(answer.finish_reason == "length" for answer in answers),
+                seconds=time.perf_counter() - started,
             )
+        )
         return {(answer.step, answer.place): answer for answer in answers}
 
     def _drawn(self, requests: Sequence[AnswerRequest[Place]]) -> list[LoggedAnswer] | RunError:

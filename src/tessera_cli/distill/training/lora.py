@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tessera_cli.errors import UsageError
+from tessera_cli.errors import RunError, UsageError
 from tessera_cli.models.checkpoint_tensors import split_module
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.recipe.train_section import LoraSection
@@ -46,28 +46,46 @@ def add_adapters(student: Decoder, section: LoraSection, *, seed: int) -> None:
 
 
 def merge_adapters(student: Decoder) -> None:
-    """Add the adapters to the weights in place, W + alpha / r · B A in float32, and leave a plain decoder."""
+    """Add the adapters to the weights in place, W + alpha / r · B A in float32, and leave a plain decoder.
+
+    Raises:
+        RunError: the weights would not be finite.
+    """
     for layer in student.layers:
         for name, module in _adapted(layer):
-            module.merge(safe_merge=True)
+            _merge(module)
             setattr(layer, name, module.get_base_layer())
     student.requires_grad_(True)
 
 
 @contextmanager
 def merged_adapters(student: Decoder) -> Iterator[None]:
-    """In here `student` has, to the bit, the weights of `merge_adapters`; after it those that it had."""
+    """In here `student` has, to the bit, the weights of `merge_adapters`; after it those that it had.
+
+    Raises:
+        RunError: as `merge_adapters`; the weights are those that it had.
+    """
     with ExitStack() as undo:
         for layer in student.layers:
             for _, module in _adapted(layer):
                 undo.callback(_take_off, module, module.get_base_layer().weight.data)
-                module.merge(safe_merge=True)
+                _merge(module)
         yield
 
 
 def _adapted(layer: nn.Module) -> list[tuple[str, Any]]:
     """The products of `layer` that have adapters, by name; no peft is needed where there are none."""
     return [(name, module) for name, module in layer.named_children() if hasattr(module, _MATRICES[0])]
+
+
+def _merge(module: Any) -> None:
+    try:
+        module.merge(safe_merge=True)
+    except ValueError as error:  # so peft tells it
+        raise RunError(
+            "the adapters have diverged: merged weights are not finite",
+            hint="lower train.learning_rate and start a new run",
+        ) from error
 
 
 def _take_off(module: Any, weight: Tensor) -> None:
