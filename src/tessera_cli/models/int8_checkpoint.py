@@ -90,6 +90,7 @@ def write_int8_checkpoint(source: Path, target: Path, *, overwrite: bool) -> Int
             made.mkdir()
             save_decoder(load_int8_decoder(source, dtype=dtype), made, dtype=dtype)
             Tokenizer.from_dir(source).save(made)
+            check_target(target, source, overwrite=overwrite)  # quantising took a while
             _put(made, place, replaced=work / "replaced")
         finally:
             shutil.rmtree(work, ignore_errors=True)

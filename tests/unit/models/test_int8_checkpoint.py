@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,25 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(
         with pytest.raises(RunError, match=r"cannot write .*No space left"):
             write_int8_checkpoint(tiny_model_dir, target, overwrite=True)
     assert {file.name: file.read_bytes() for file in int8_dir.iterdir()} == before
+    assert [file.name for file in tmp_path.iterdir()] == ["int8"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_came_into_the_directory_while_it_was_made_is_not_replaced(
+    overwrite: bool, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "int8"
+    save = int8_checkpoint.save_decoder
+
+    def meanwhile(*args: Any, **how: Any) -> None:
+        save(*args, **how)
+        target.mkdir()
+        (target / "notes.txt").write_text("mine")
+
+    monkeypatch.setattr(int8_checkpoint, "save_decoder", meanwhile)
+    with pytest.raises(UsageError, match=r"int8 (is not empty|holds something else)"):
+        write_int8_checkpoint(tiny_model_dir, target, overwrite=overwrite)
+    assert (target / "notes.txt").read_text() == "mine"
     assert [file.name for file in tmp_path.iterdir()] == ["int8"]
 
 
