@@ -37,17 +37,16 @@ def with_rows(model: Path, target: Path, num_rows: int) -> Path:
     return target
 
 
-@pytest.fixture
-def documents(tmp_path: Path) -> Path:
-    rows = [{"text": f"The capital of France is Paris, the robot {i} says."} for i in range(8)]
-    path = tmp_path / "data.jsonl"
+def documents(path: Path, who: str) -> Path:
+    rows = [{"text": f"The capital of France is Paris, the {who} {i} says."} for i in range(8)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 @pytest.fixture
-def run(documents: Path, tmp_path: Path):
+def run(tmp_path: Path):
     """Distils the checkpoint `student` from `teacher`; the result, and the notes."""
+    train, held_out = documents(tmp_path / "train.jsonl", "robot"), documents(tmp_path / "eval.jsonl", "fox")
 
     def run(teacher: Path, student: Path, *overrides: str):
         recipe = tmp_path / "recipe.yaml"
@@ -57,8 +56,8 @@ name: tiny
 teacher: {{model: {teacher}}}
 student: {{init: checkpoint, model: {student}}}
 data:
-  train: [{{path: {documents}, format: text}}]
-  eval: [{{path: {documents}, format: text}}]
+  train: [{{path: {train}, format: text}}]
+  eval: [{{path: {held_out}, format: text}}]
   max_seq_len: 64
   train_on: all
 train: {{max_steps: 3, micro_batch_size: 1}}
