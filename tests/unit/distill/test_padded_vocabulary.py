@@ -37,7 +37,7 @@ def with_rows(model: Path, target: Path, num_rows: int) -> Path:
     return target
 
 
-def documents(path: Path, who: str) -> Path:
+def write_documents(path: Path, who: str) -> Path:
     rows = [{"text": f"The capital of France is Paris, the {who} {i} says."} for i in range(8)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -46,7 +46,8 @@ def documents(path: Path, who: str) -> Path:
 @pytest.fixture
 def run(tmp_path: Path):
     """Distils the checkpoint `student` from `teacher`; the result, and the notes."""
-    train, held_out = documents(tmp_path / "train.jsonl", "robot"), documents(tmp_path / "eval.jsonl", "fox")
+    train = write_documents(tmp_path / "train.jsonl", "robot")
+    held_out = write_documents(tmp_path / "eval.jsonl", "fox")
 
     def run(teacher: Path, student: Path, *overrides: str):
         recipe = tmp_path / "recipe.yaml"
@@ -137,8 +138,10 @@ def test_the_first_rows_give_the_first_logits(which: str, request: pytest.Fixtur
 
 
 def test_any_two_models_of_one_tokenizer_are_measured_in_its_ids(
-    documents: Path, tiny_model_dir: Path, tiny_untied_model_dir: Path, tmp_path: Path
+    tiny_model_dir: Path, tiny_untied_model_dir: Path, tmp_path: Path
 ) -> None:
+    documents = write_documents(tmp_path / "data.jsonl", "robot")
+
     def figures(teacher: Path, student: Path):
         return measured(teacher, student, documents, home=tmp_path).student
 
@@ -149,9 +152,8 @@ def test_any_two_models_of_one_tokenizer_are_measured_in_its_ids(
     assert figures(padded, padded).kl == 0
 
 
-def test_a_pair_of_which_one_has_fewer_rows_than_ids_is_refused(
-    documents: Path, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_pair_of_which_one_has_fewer_rows_than_ids_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    documents = write_documents(tmp_path / "data.jsonl", "robot")
     short = with_rows(tiny_model_dir, tmp_path / "short", Tokenizer.from_dir(tiny_model_dir).num_ids - 1)
     for teacher, student in ((short, short), (short, tiny_model_dir), (tiny_model_dir, short)):
         with pytest.raises(ModelError, match="vocabulary rows, its tokenizer"):
