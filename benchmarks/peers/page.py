@@ -32,9 +32,9 @@ def write_page(path: Path, runs: list[Figures]) -> None:
     path.write_text(
         f"# Beside other engines\n\n"
         f"Written by `python -m benchmarks.peers.page` on {date.today()}, from runs of `python -m\n"
-        f"benchmarks.peers` on {runs[0].machine}. Every engine has these cores to\n"
-        f"itself while it runs, answers greedily and in full, and gets the same token ids, by turns in each\n"
-        f"round. llama.cpp is driven over loopback, the others in their process.\n\n"
+        f"benchmarks.peers` on {runs[0].machine}. The engines take turns in each\n"
+        f"round, alone, answer greedily and in full, and get the same token ids. llama.cpp is driven over\n"
+        f"loopback, the others in their process.\n\n"
         f"Versions: {', '.join(f'{name}: {version}' for name, version in versions.items())}.\n\n"
         f"![Output tokens per second of each engine]({plot.name})\n\n"
         f"{tables(runs)}\n"
