@@ -147,7 +147,7 @@ def build_product(name: str, weight: "Tensor | Int8Weight") -> "Float32Linear | 
     if not isinstance(library, CpuLibrary):
         return None
     if isinstance(weight, Int8Weight):
-        return Int8Linear(library, weight)
+        return Int8Linear(library, weight, in_place=True)
     return Float32Linear(library, weight, in_place=True) if weight.dtype == torch.float32 else None
 
 

@@ -3,6 +3,8 @@
 // A product of 16-bit pairs summed into 32 bits is exact, and without VNNI as fast as one of 8-bit pairs, which
 // saturates. Activations keep as many bits as no sum can leave 32 bits with. Sums of integers have no order, so an
 // output has the same bits in any batch.
+#include <vector>
+
 #include "linear.hpp"
 #include "scratch.hpp"
 
@@ -142,15 +144,22 @@ using namespace tessera;
 extern "C" {
 
 // weights [outputs, inputs] -> panels [outputs / COLUMNS, inputs / 2, COLUMNS, 2], outputs rounded up to whole panels
-// and inputs to a multiple of 4, padded with zeros.
+// and inputs to a multiple of 4, padded with zeros. `to` may be `weights`, if nothing is padded: a panel takes the place
+// of the rows that it is made of.
 void tessera_int8_pack(int8_t* to, const int8_t* weights, int64_t outputs, int64_t inputs, int32_t threads) {
   const int64_t padded = ceil_div(inputs, GROUP) * GROUP;
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t panel = 0; panel < outputs; panel += COLUMNS) {
-    int8_t* next = to + panel * padded;
-    for (int64_t k = 0; k < padded; k += 2)
-      for (int64_t n = panel; n < panel + COLUMNS; ++n)
-        for (int64_t i = k; i < k + 2; ++i) *next++ = n < outputs && i < inputs ? weights[n * inputs + i] : 0;
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<int8_t> rows(COLUMNS * padded);
+#pragma omp for schedule(static)
+    for (int64_t panel = 0; panel < outputs; panel += COLUMNS) {
+      for (int64_t n = 0; n < COLUMNS && panel + n < outputs; ++n)
+        std::copy_n(weights + (panel + n) * inputs, inputs, rows.begin() + n * padded);
+      if (outputs - panel < COLUMNS) std::fill(rows.begin() + (outputs - panel) * padded, rows.end(), 0);
+      int8_t* next = to + panel * padded;
+      for (int64_t k = 0; k < padded; k += 2)
+        for (int64_t n = 0; n < COLUMNS; ++n, next += 2) std::copy_n(rows.begin() + n * padded + k, 2, next);
+    }
   }
 }
 

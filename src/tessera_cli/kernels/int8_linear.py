@@ -25,7 +25,11 @@ class Int8Linear:
     has the same bits alone and in any batch, on any number of threads.
     """
 
-    def __init__(self, library: CpuLibrary, weight: Int8Weight) -> None:
+    def __init__(self, library: CpuLibrary, weight: Int8Weight, *, in_place: bool = False) -> None:
+        """Pack `weight`; its own memory is not needed any more.
+
+        With `in_place` the packed copy takes that memory, if nothing has to be padded.
+        """
         self._functions = library.functions
         self.outputs, self.inputs = weight.values.shape
         self._scales = weight.scales.float().contiguous()
@@ -33,7 +37,8 @@ class Int8Linear:
         self._largest = min(_INT16_MAX, _INT32_MAX // max(1, _largest_sum(values)))
         columns = library.functions.tessera_panel_columns()
         shape = -(-self.outputs // columns), -(-self.inputs // _GROUP) * _GROUP // 2, columns, 2
-        self._panels = torch.empty(shape, dtype=torch.int8)
+        fits = self.outputs % columns == 0 and self.inputs % _GROUP == 0
+        self._panels = values.view(shape) if in_place and fits else torch.empty(shape, dtype=torch.int8)
         self._functions.tessera_int8_pack(
             self._panels.data_ptr(), values.data_ptr(), self.outputs, self.inputs, torch.get_num_threads()
         )

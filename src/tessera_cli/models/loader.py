@@ -23,6 +23,7 @@ from tessera_cli.models.weight_files import (
     num_stored_bytes,
     read_tensors,
 )
+from tessera_cli.models.weight_memory import allocate, allocate_together
 
 
 def select_dtype(name: str, stored: str, device: str) -> torch.dtype:
@@ -87,18 +88,21 @@ def load_model(
         ModelError: nothing here computes such a model, or its weights are not whole.
     """
     if str(read_hf_config(path).get("model_type")) in FAMILIES:
-        load = load_int8_decoder if quantization == "int8" else load_decoder
-        return load(path, dtype=dtype, device=device)
+        if quantization == "int8":
+            return load_int8_decoder(path, dtype=dtype, device=device)
+        return load_decoder(path, dtype=dtype, device=device, together=str(device) == "cpu")
     from tessera_cli.models.transformers_model import load_transformers_model
 
     return load_transformers_model(path, dtype=dtype, device=device)
 
 
-def load_decoder(path: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+def load_decoder(
+    path: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", together: bool = False
+) -> Decoder:
     """Load the native decoder of the model directory `path` (config.json, one or more safetensors files).
 
     Each tensor is read from the mapped file straight into the decoder's own, so that no second copy of the
-    weights is ever in memory.
+    weights is ever in memory. With `together`, on a CPU, they lie as `allocate_together` has it.
 
     Raises:
         ModelError: weights are missing, unexpected, quantised or of another shape, or a file is damaged.
@@ -106,7 +110,7 @@ def load_decoder(path: Path, *, dtype: torch.dtype, device: torch.device | str =
     config = ModelConfig.unquantised(path)
     _check_size(config, path)
     decoder = Decoder(config, dtype=dtype, device="meta")
-    _allocate(decoder, device)
+    allocate_together(decoder) if together else allocate(decoder, device)
     _fill(decoder, path, is_quantised=False)
     return decoder.eval()
 
@@ -124,23 +128,10 @@ def load_int8_decoder(path: Path, *, dtype: torch.dtype, device: torch.device | 
     _check_size(config, path)
     decoder = Decoder(replace(config, quantization="int8"), dtype=dtype, device="meta")
     use_int8_layers(decoder)
-    _allocate(decoder, device)
+    allocate_together(decoder) if str(device) == "cpu" else allocate(decoder, device)
     _fill(decoder, path, is_quantised=config.quantization == "int8")
     tie_int8_head(decoder)
     return decoder.eval().requires_grad_(False)
-
-
-def _allocate(decoder: Decoder, device: torch.device | str) -> None:
-    """Give tensors of the meta device memory on `device`.
-
-    `to_empty` does it too, by way of `empty_like`, for which torch loads its compiler's shapes and sympy.
-    """
-    for module in decoder.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            setattr(module, name, torch.nn.Parameter(empty))
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
 
 
 def _fill(decoder: Decoder, path: Path, *, is_quantised: bool) -> None:

@@ -52,6 +52,22 @@ def test_neither_batch_nor_threads_change_a_bit(build: CpuLibrary, threads: int)
     assert torch.equal(linear(x[37:60]), alone[37:60])
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 36), (96, 576), (33, 40), (64, 33)])
+def test_a_weight_packed_in_place_gives_the_same_bits(
+    build: CpuLibrary, outputs: int, inputs: int, threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    weight = Int8Weight.quantise(torch.randn(outputs, inputs, generator=generator))
+    x, index = torch.randn(5, inputs, generator=generator), torch.arange(outputs)
+    plain, memory = Int8Linear(build, weight), Int8Weight(weight.values.clone(), weight.scales)
+    in_place = Int8Linear(build, memory, in_place=True)
+    takes_the_memory = outputs % build.functions.tessera_panel_columns() == 0 and inputs % 4 == 0
+    assert (not torch.equal(memory.values, weight.values)) == takes_the_memory
+    assert torch.equal(in_place.rows(index), weight.dequantise())
+    assert torch.equal(in_place(x), plain(x))
+
+
 def test_no_tokens_give_no_rows(build: CpuLibrary) -> None:
     linear = Int8Linear(build, Int8Weight.quantise(torch.ones(9, 40)))
     assert linear(torch.empty(0, 40)).shape == (0, 9)
