@@ -1,8 +1,8 @@
 """Where the time of one decode step goes: linear layers, attention, and all that is neither.
 
-    python benchmarks/engine_step.py --threads 2
+    python benchmarks/engine_step.py --threads 2 [--quantization int8]
 
-The real model in float32. The last column is all that is neither linear nor attention: norms, rotary
+The real model in float32, or its matrices in int8. The last column is all that is neither linear nor attention: norms, rotary
 embedding, activations and sums ("layers"), packing, sampling, Python.
 """
 
@@ -29,6 +29,7 @@ from tessera_cli.engine.loading import load_served_model
 from tessera_cli.engine.sampler import sample
 from tessera_cli.engine.sampling_params import SamplingParams
 from tessera_cli.models.decoder import Decoder
+from tessera_cli.models.quantization import QUANTIZATIONS, Quantization
 from tessera_cli.models.source import resolve_model
 from tessera_cli.settings import Settings
 
@@ -124,10 +125,16 @@ def _seconds(function: Callable[..., Any], *arguments: Any) -> float:
 
 
 def measure(
-    path: Path, params: SamplingParams, *, num_seqs: int, input_len: int, num_steps: int
+    path: Path,
+    params: SamplingParams,
+    quantization: Quantization,
+    *,
+    num_seqs: int,
+    input_len: int,
+    num_steps: int,
 ) -> Stopwatch:
     """Decode `num_steps` tokens of `num_seqs` sequences, after their prompts and three steps to warm up."""
-    model = load_served_model(path, torch.float32, "cpu", "none", "cpu")
+    model = load_served_model(path, torch.float32, "cpu", quantization, "cpu")
     assert isinstance(model, Decoder)
     num_blocks = 1 + num_seqs * (-(-(input_len + num_steps + 16) // 16))
     config = EngineConfig(num_blocks=num_blocks, max_model_len=input_len + num_steps + 16)
@@ -149,6 +156,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="a model directory; without it the quick start's teacher")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="none")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--input-len", type=int, default=64, help="tokens of each prompt")
@@ -160,7 +168,12 @@ def main() -> None:
     for name, params in PARAMS.items():
         for num_seqs in options.num_seqs:
             watched = measure(
-                path, params, num_seqs=num_seqs, input_len=options.input_len, num_steps=options.num_steps
+                path,
+                params,
+                options.quantization,
+                num_seqs=num_seqs,
+                input_len=options.input_len,
+                num_steps=options.num_steps,
             )
             total = watched.seconds["step"]
             shares = {part: seconds / total for part, seconds in watched.parts().items()}
