@@ -163,8 +163,8 @@ def described(
     return f"""The same student after the same {len(steps)} steps ({supervised:,} supervised tokens) from the
 teacher and from its caches: KL(teacher ‖ student) on {num_tokens:,} held-out tokens over the full
 vocabulary at T = 1, nats a token; before training it is {start:.4f}. A gap is to the run without a cache,
-and the last column compares every weight with its. The second row is no cache at all: a gap of its size is what
-a change of the last digits makes of so short a run.
+and the last column compares every weight with its. The second row is no cache at all:
+a gap of its size is what a change of the last digits makes of so short a run.
 
 {table}
 

@@ -2,8 +2,8 @@
 
     python benchmarks/engine_step.py --threads 2 [--quantization int8]
 
-The real model in float32, or its matrices in int8. The last column is all that is neither linear nor attention: norms, rotary
-embedding, activations and sums ("layers"), packing, sampling, Python.
+The real model in float32, or its matrices in int8. The last column is all that is neither linear nor
+attention: norms, rotary embedding, activations and sums ("layers"), packing, sampling, Python.
 """
 
 import argparse

@@ -190,7 +190,7 @@ def measure_all(copy: float, product: float) -> Iterator[Measurement]:
                 print(f"left out for want of memory: {heads}, {name}")
                 continue
             step = make_step(layer, queries, lengths)
-            for stored in (torch.bfloat16, torch.int8):
+            for stored in (torch.bfloat16, torch.int8, torch.float8_e4m3fn):
                 for implementation, function in implementations(step, stored):
                     seconds = seconds_of(function)
                     kv_bytes = step.kv_elements * stored.itemsize
@@ -218,11 +218,13 @@ def implementations(step: Step, stored: torch.dtype) -> Iterator[tuple[str, Call
         device="cuda",
     )
     for cache in (backend.key_caches[0], backend.value_caches[0]):
-        if cache.scales is None:
-            cache.elements.normal_()
-        else:
+        if cache.scales is not None:
             cache.elements.random_(-127, 128)
             cache.scales.fill_(0.01)
+        elif stored == torch.float8_e4m3fn:
+            cache.elements.view(torch.uint8).random_(0, 0x60)  # positive numbers below 32
+        else:
+            cache.elements.normal_()
     yield "tessera", lambda: backend.attend(step.metadata, 0, step.q, step.k, step.v)
     yield (
         "tessera, in a CUDA graph",
