@@ -85,6 +85,18 @@ FAULTS = {
     ),
     "the bytes of a pair swapped": ("float8.cuh", "(pair >> 8)}", "(pair)}"),
     "empty splits are read": ("merge_splits.cuh", "if (parts[split].y == 0.f) continue;", ""),
+    "splits weigh the same": (
+        "merge_splits.cuh",
+        "exp2f(parts[split].x - total.base());",
+        "1.f;",
+    ),
+    "a window one token wider": ("attention_tile.cuh", "position - a.window + 1", "position - a.window"),
+    "the heads of a group change places": (
+        "attention_tile.cuh",
+        "a.group +\n         row % a.group;",
+        "a.group +\n         (row + 1) % a.group;",
+    ),
+    "half a block is copied": ("kv_cache.cuh", "i < bytes / 16;", "i < bytes / 32;"),
     "skipped slots are written": ("kv_cache.cuh", "if (slot < 0) return;", "if (slot < -1) return;"),
 }
 

@@ -45,6 +45,7 @@ def main() -> None:
                 )
                 check(case)
     parity.check_slot_minus_one_is_not_written(cuda.CudaAttention)
+    parity.check_copied_blocks_equal_their_sources(cuda.CudaAttention, dtypes=[torch.float32])
 
 
 def check(case: Case) -> None:

@@ -4,7 +4,7 @@ A backend's tests run `check(factory, case)` over `cases()`, and each of `PROPER
 is called like `ReferenceAttention`. Caches are filled through `attend` alone: a layout is the backend's own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -302,9 +302,11 @@ def check_layers_have_caches_of_their_own(factory: Factory, device: torch.device
         torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-4)
 
 
-def check_copied_blocks_equal_their_sources(factory: Factory, device: torch.device | str = "cpu") -> None:
+def check_copied_blocks_equal_their_sources(
+    factory: Factory, device: torch.device | str = "cpu", dtypes: Sequence[torch.dtype] = STORED_DTYPES
+) -> None:
     """A table of copies gives the bits of the originals, in all layers and dtypes; sources are read first."""
-    for dtype in STORED_DTYPES:
+    for dtype in dtypes:
         scene = Scene.of(Case("copies", (40,), (1,), kv_cache_dtype=dtype, spare=3), device=device)
         backend = scene.backend(factory)
         for layer in range(2):
