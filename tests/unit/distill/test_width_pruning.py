@@ -20,6 +20,7 @@ from tessera_cli.distill.students.width_pruning import (
 from tessera_cli.errors import UsageError
 from tessera_cli.models.decoder import Decoder
 from tessera_cli.models.loader import load_decoder, save_decoder
+from tessera_cli.models.operators import TorchOperators
 from tests.families import NATIVE, plain_attend, random_tokens, transformers_model, write_family
 from tests.training_factories import make_decoder, make_documents
 
@@ -147,7 +148,7 @@ def test_importance_is_the_mean_of_magnitudes_and_its_norm_over_documents() -> N
             reader.register_forward_pre_hook(lambda _, inputs: seen["readers"].append(inputs[0]))
     teacher.norm.register_forward_hook(lambda _, __, output: seen["readers"].append(output))
     for document in documents:
-        forward_batch(teacher, build_batch([document]))
+        forward_batch(teacher, build_batch([document]), TorchOperators())
     means = torch.stack([x.double().abs().mean(0) for x in seen["down_proj"]])
     neurons = means.square().sum(0).sqrt()
     means = torch.stack([x.double().view(len(x), 4, 4).norm(dim=-1).mean(0) for x in seen["o_proj"]])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tessera_cli.attention import AttentionLayer
 from tessera_cli.distill.data.corpus import TrainBatch
 from tessera_cli.distill.losses.hidden import HiddenStateLoss, layer_outputs
+from tessera_cli.distill.students.layer_operators import training_operators
 from tessera_cli.distill.teacher_cache.targets import Targets
 from tessera_cli.kernels.packed import PackedAttention
 from tessera_cli.models.decoder import Decoder
@@ -37,7 +38,7 @@ class PackedBatch:
 
     def supervised_hidden(self, decoder: Decoder) -> Tensor:
         """[supervised tokens, hidden]: chosen before the head, which is never run on other tokens."""
-        hidden = decoder(self.input_ids, self.positions, self.attention.attend)
+        hidden = decoder(self.input_ids, self.positions, self.attention.attend, training_operators())
         return hidden.index_select(0, self.target_index)
 
 

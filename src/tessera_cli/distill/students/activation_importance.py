@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tessera_cli.distill.data.corpus import TrainBatch
 from tessera_cli.distill.students.student import forward_batch
 from tessera_cli.models.decoder import Decoder
+from tessera_cli.models.operators import TorchOperators
 
 Record = Callable[[str, Tensor], None]
 
@@ -50,7 +51,7 @@ def activation_importance(teacher: Decoder, batches: Iterable[TrainBatch]) -> Ac
             squares[name] = squares[name] + square if name in squares else square
 
         with _recording(teacher, record):
-            forward_batch(teacher, batch)
+            forward_batch(teacher, batch, TorchOperators())  # whose norms are called, and so watched
 
     def scores(module: str) -> Tensor:
         return torch.stack(

@@ -7,8 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tessera_cli.distill.data.corpus import TrainBatch
+from tessera_cli.distill.students.layer_operators import training_operators
 from tessera_cli.kernels.packed import PackedAttention
 from tessera_cli.models.decoder import Decoder
+from tessera_cli.models.operators import Operators
 
 
 def build_student(teacher: Decoder, layers: Sequence[int]) -> Decoder:
@@ -46,11 +48,15 @@ def layer_importance(teacher: Decoder, batches: Iterable[TrainBatch]) -> list[fl
     return (totals / num_tokens).tolist()
 
 
-def forward_batch(decoder: Decoder, batch: TrainBatch) -> Tensor:
-    """Final hidden states `[num_tokens, hidden]` of a batch, its documents isolated from each other."""
+def forward_batch(decoder: Decoder, batch: TrainBatch, operators: Operators | None = None) -> Tensor:
+    """Final hidden states `[num_tokens, hidden]` of a batch, its documents isolated from each other.
+
+    Without `operators` they are `training_operators`.
+    """
     device = decoder.device
+    operators = operators or training_operators()
     attention = PackedAttention(batch.cu_seqlens, decoder.attention_layers, device=device)
-    return decoder(batch.input_ids.to(device), batch.positions.to(device), attention.attend)
+    return decoder(batch.input_ids.to(device), batch.positions.to(device), attention.attend, operators)
 
 
 def _accumulate(totals: Tensor, index: int):

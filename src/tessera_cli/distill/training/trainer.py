@@ -15,6 +15,7 @@ from tessera_cli.distill.events import Listener, Note, TrainStep
 from tessera_cli.distill.losses.hidden import hidden_loss, layer_outputs
 from tessera_cli.distill.losses.student_loss import PackedBatch, StepSums, StudentLoss
 from tessera_cli.distill.training.checkpoint import TrainerState
+from tessera_cli.distill.training.freed_memory import keep_freed_memory
 from tessera_cli.distill.training.layer_forward import prepare_layers
 from tessera_cli.distill.training.optimizer import StudentOptimizer
 from tessera_cli.distill.training.processes import Processes, Share
@@ -82,6 +83,8 @@ class Trainer:
         self.supervised_tokens = 0
         self._loss, self._train, self._num_steps, self._listener = loss, train, num_steps, listener
         self._processes, self._device, self._seed = processes, processes.device, seed
+        if self._device.type == "cpu":
+            keep_freed_memory()
         self._teacher = side
         self._teacher.to(self._device)
         self._student = student.to(self._device).eval()  # but for its steps
